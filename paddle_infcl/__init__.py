@@ -10,9 +10,9 @@ __version__ = "0.1.0"
 
 if importlib.util.find_spec("paddle") is None:
     raise ImportError(
-        "paddle_infcl needs Paddle, which is not installed. On a machine without a GPU: pip install 'paddle_infcl[cpu]' "
+        "paddle_infcl needs Paddle, which is not installed. Without a GPU: pip install 'paddle_infcl[cpu]' "
         "(from a checkout: pip install -e '.[cpu]'). With a CUDA GPU, take paddlepaddle-gpu >= 3.0 from Paddle's own "
-        "index, for example: pip install -e '.[gpu]' --extra-index-url https://www.paddlepaddle.org.cn/packages/stable/cu126/"
+        "index: pip install -e '.[gpu]' --extra-index-url https://www.paddlepaddle.org.cn/packages/stable/cu126/"
     )
 
 # Imported on first use: `import paddle_infcl` must stay quick, and must not pull in paddlenlp.
