@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""InfoNCE over blocks, and the two losses that most users call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import paddle
+from paddle import Tensor
+
+from paddle_infcl import kernels
+from paddle_infcl.functional.blocks import Block, check_groups, own_columns
+from paddle_infcl.functional.dense import dense_info_nce
+from paddle_infcl.functional.streaming import streaming_info_nce
+from paddle_infcl.functional.tiles import accumulation_dtype
+
+
+def as_scale(temperature: float | Tensor, dtype: paddle.dtype) -> Tensor:
+    """1/T as a tensor of one element; a learnable temperature keeps its graph.
+
+    Raises:
+        ValueError: T is a float that is not positive and finite, or a tensor of more than one element.
+    """
+    if isinstance(temperature, Tensor):
+        if temperature.size != 1:
+            raise ValueError(f"temperature: a tensor of one element is needed, got shape {list(temperature.shape)}")
+        return 1.0 / temperature.astype(accumulation_dtype(dtype))
+    if not 0 < temperature < float("inf"):
+        raise ValueError(f"temperature: must be positive and finite, got {temperature}")
+    return paddle.full([], 1.0 / temperature, dtype=accumulation_dtype(dtype))
+
+
+def info_nce(
+    groups: Sequence[Sequence[Block]],
+    *,
+    temperature: float | Tensor,
+    row_weights: float | Tensor | None = None,
+    backend: str = "auto",
+    memory_budget: int | None = None,
+) -> Tensor:
+    """The loss that every objective here is: mean over groups of sum_i w_i (logsumexp_j z_ij - z_i,own).
+
+    Args:
+        groups: one softmax per group, over all of its blocks. In each group every row has one own entry.
+        temperature: T, z = <left, right> / T. A tensor of one element gets its gradient.
+        row_weights: w, a float or [B]; None is 1/B.
+        backend: "auto", "triton", "paddle" or "dense"; see `paddle_infcl.kernels.choose_backend`.
+        memory_budget: bytes for logits that the streaming backends may hold at once; None: a default per device.
+
+    Returns:
+        0-d float32; float64 for float64 inputs.
+
+    Raises:
+        ValueError: a block is malformed (`check_groups`), or an option is none of its values.
+        BackendError: the backend asked for can't run here; its cause is the original error.
+    """
+    rows = check_groups(groups)
+    if memory_budget is not None and memory_budget < 1:
+        raise ValueError(f"memory_budget: a positive number of bytes is needed, got {memory_budget}")
+    if isinstance(row_weights, Tensor) and list(row_weights.shape) != [rows]:
+        raise ValueError(f"row_weights: needs shape [{rows}], has {list(row_weights.shape)}")
+    weights = 1.0 / max(rows, 1) if row_weights is None else row_weights
+    first = groups[0][0].left
+    scale = as_scale(temperature, first.dtype)
+    chosen = kernels.choose_backend(backend, first)
+    if rows == 0:
+        # No rows, no loss, but a graph: an empty rank takes part in every collective of the backward pass.
+        tensors = {id(t): t for group in groups for block in group for t in (block.left, block.right)}
+        return sum((t.sum().astype(scale.dtype) for t in tensors.values()), scale.sum()) * 0.0
+    if chosen == "triton":
+        return kernels.triton_info_nce(groups, scale, weights, memory_budget)
+    if chosen == "dense":
+        return dense_info_nce(groups, scale, weights)
+    return streaming_info_nce(groups, scale, weights, memory_budget)
+
+
+def info_nce_groups(
+    q: Tensor,
+    p: Tensor,
+    *,
+    own: Tensor | None = None,
+    q_ids: Tensor | None = None,
+    p_ids: Tensor | None = None,
+    margin: float | None = None,
+) -> list[list[Block]]:
+    """InfoNCE as a list of blocks: one group, queries against passages. Arguments as in `inf_cl_loss`."""
+    if own is None:
+        own = own_columns(q.shape[0], p.shape[0])
+    limit = None if margin is None else own_similarity(q, p, own) + margin
+    return [[Block(q, p, own=own, row_ids=q_ids, column_ids=p_ids, limit=limit)]]
+
+
+def own_similarity(left: Tensor, right: Tensor, own: Tensor) -> Tensor:
+    """[B] <left_i, right_own(i)> in the accumulation dtype, without gradient."""
+    with paddle.no_grad():
+        dtype = accumulation_dtype(left.dtype)
+        return (left.detach().astype(dtype) * right.detach().index_select(own).astype(dtype)).sum(axis=1)
+
+
+def inf_cl_loss(
+    q: Tensor,
+    p: Tensor,
+    *,
+    temperature: float | Tensor = 0.02,
+    own: Tensor | None = None,
+    q_ids: Tensor | None = None,
+    p_ids: Tensor | None = None,
+    margin: float | None = None,
+    row_weights: float | Tensor | None = None,
+    backend: str = "auto",
+    memory_budget: int | None = None,
+) -> Tensor:
+    """InfoNCE without the B x N matrix of logits (Oord et al. 2018; Cheng et al. 2024, "Inf-CL").
+
+    loss = mean_i [ logsumexp_j <q_i, p_j> / T  -  <q_i, p_own(i)> / T ]
+
+    Inputs are taken as they are: normalise them before for cosines.
+
+    Args:
+        q: [B, D] queries, float32, float64, bfloat16 or float16.
+        p: [N, D] passages of the same dtype: positives and hard negatives of all queries.
+        temperature: T. A tensor of one element gets its gradient.
+        own: [B] int64, column of each query's positive; None: arange(B) * (N / B).
+        q_ids: [B] or [B, K] int64; a passage is no negative of a query when q_ids and p_ids agree in any k. Negative
+            ids match nothing. K = 2 as (document id, query id) catches a document under two queries and a query with
+            two documents.
+        p_ids: [N] or [N, K] int64.
+        margin: drops passages with <q_i, p_j> > <q_i, p_own(i)> + margin, likely false negatives (the rule of
+            Qwen3-Embedding, arXiv 2506.05176: *plus* the margin, on the trained model's own similarities).
+        row_weights: weights of the rows, a float or [B]; None is 1/B, the mean.
+        backend: "auto" takes Triton where it runs and the streaming loss in plain Paddle elsewhere, with one warning;
+            "triton", "paddle", "dense" insist.
+        memory_budget: bytes of logits held at once; None: 8 MiB on a CPU, max(256 MiB, inputs) elsewhere.
+
+    Returns:
+        0-d loss, float32 (float64 for float64 inputs).
+
+    Raises:
+        ValueError: names the argument that is wrong, what it is and what it should be.
+        BackendError: an explicit backend can't run here.
+
+    Example:
+        >>> import paddle
+        >>> q = paddle.to_tensor([[1.0, 0.0], [0.0, 1.0]])
+        >>> p = paddle.to_tensor([[1.0, 0.0], [0.0, 1.0]])
+        >>> round(float(inf_cl_loss(q, p, temperature=1.0, backend="paddle")), 4)
+        0.3133
+    """
+    groups = info_nce_groups(q, p, own=own, q_ids=q_ids, p_ids=p_ids, margin=margin)
+    return info_nce(
+        groups, temperature=temperature, row_weights=row_weights, backend=backend, memory_budget=memory_budget
+    )
+
+
+def contrastive_loss(
+    q: Tensor,
+    p: Tensor,
+    *,
+    temperature: float | Tensor = 0.02,
+    own: Tensor | None = None,
+    q_ids: Tensor | None = None,
+    p_ids: Tensor | None = None,
+    margin: float | None = None,
+    row_weights: float | Tensor | None = None,
+) -> Tensor:
+    """The standard contrastive loss, with all its logits in memory: `inf_cl_loss` with the `dense` backend.
+
+    Example:
+        >>> import paddle
+        >>> q, p = paddle.eye(2), paddle.eye(2)
+        >>> round(float(contrastive_loss(q, p, temperature=1.0)), 4)
+        0.3133
+    """
+    return inf_cl_loss(
+        q,
+        p,
+        temperature=temperature,
+        own=own,
+        q_ids=q_ids,
+        p_ids=p_ids,
+        margin=margin,
+        row_weights=row_weights,
+        backend="dense",
+    )
