@@ -20,7 +20,6 @@ from __future__ import annotations
 import copy
 import functools
 import re
-import sys
 import threading
 
 import paddle
@@ -144,7 +143,7 @@ _SMALLEST = {"int8": -(2**7), "int16": -(2**15), "int32": -(2**31), "int64": -(2
 
 
 class _Wrapped:
-    """A Paddle CPU tensor with those methods of torch that Triton's interpreter calls. Kernels write to it directly."""
+    """A Paddle CPU tensor with those methods of torch that Triton's interpreter calls. Kernels write to it."""
 
     def __init__(self, tensor):
         self.tensor = tensor
@@ -291,7 +290,7 @@ def _triton() -> tuple[bool, str, BaseException | None]:
     if tuple(int(n) for n in numbers.groups()) < OLDEST_TRITON:
         return False, f"Triton {version} is too old: kernels need Triton >= 3.3", None
     try:
-        from . import probe  # noqa: F401
+        from .probe import probe_kernel  # noqa: F401
     except Exception as error:
         return False, f"Triton {version} cannot define a kernel: {type(error).__name__}: {error}", error
     return True, f"Triton {version}" + (" (interpreter)" if is_interpreting() else ""), None
@@ -335,6 +334,8 @@ def _probe(device_type: str, index: int) -> tuple[bool, str, BaseException | Non
     """Compiles and launches a kernel: a compiler, ptxas or libcuda that is missing shows here and nowhere else."""
     n = 5
     try:
+        if device_type == "gpu":
+            _paddle_driver()
         place = paddle.CPUPlace() if device_type == "cpu" else f"{device_type}:{index}"
         out = paddle.to_tensor([0] * n, dtype="int32", place=place)
         from .probe import probe_kernel
@@ -365,5 +366,3 @@ def forget() -> None:
     """Lets every check be made again. For tests, and for a notebook in which Triton was installed meanwhile."""
     for cached in (is_interpreting, _paddle_driver, _triton, _gpu, _probe):
         cached.cache_clear()
-    if "triton" not in sys.modules:
-        sys.modules.pop(f"{__package__}.probe", None)
