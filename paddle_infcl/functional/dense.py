@@ -14,34 +14,39 @@ from paddle import Tensor
 from paddle.autograd import PyLayer
 
 from paddle_infcl.functional.blocks import Block
-from paddle_infcl.functional.streaming import GroupChunk, Plan, add_gradients, prepare
+from paddle_infcl.functional.streaming import GroupChunk, Plan, Sides
 
 
 class _Dense(PyLayer):
     @staticmethod
     def forward(ctx, plan, scale, *tensors):
-        ctx.plan = plan
-        ctx.cast, ctx.scale, weights = prepare(plan, tensors, scale)
-        loss = paddle.zeros([], dtype=ctx.scale.dtype)
+        ctx.plan, ctx.sides = plan, Sides(plan, tensors)
+        dtype = ctx.sides.values[0].dtype
+        ctx.scale, weights = scale.detach().astype(dtype).reshape([]), plan.weights(dtype)
+        loss = paddle.zeros([], dtype=dtype)
         ctx.chunks = []
         for group, places in zip(plan.groups, plan.sides, strict=True):
-            chunk = GroupChunk(group, places, ctx.cast, ctx.scale, slice(0, plan.rows))
+            chunk = GroupChunk(group, places, ctx.sides, ctx.scale, slice(0, plan.rows), referred=True)
             loss = loss + (weights * chunk.losses()).sum()
             if plan.differentiates:
                 ctx.chunks.append((chunk, chunk.factors(weights)))
+        ctx.sides.transposed = None
         ctx.dtypes, ctx.scale_like = [t.dtype for t in tensors], scale
         return loss
 
     @staticmethod
     def backward(ctx, dloss):
         chunks, ctx.chunks = ctx.chunks, None
-        grads = [paddle.zeros_like(t) if want else None for t, want in zip(ctx.cast, ctx.plan.wanted, strict=True)]
         dscale = paddle.zeros([], dtype=ctx.scale.dtype)
         dloss = dloss.astype(ctx.scale.dtype)
+        ctx.sides.make_room()
         while chunks:
             chunk, factors = chunks.pop()
-            dscale = dscale + add_gradients(chunk, factors * dloss, ctx.scale, ctx.cast, grads)
-        out = [None if g is None else g.astype(dtype) for g, dtype in zip(grads, ctx.dtypes, strict=True)]
+            dscale = dscale + chunk.add_gradients(factors * dloss, ctx.scale, ctx.sides)
+            del chunk
+        out = [
+            None if g is None else g.astype(dtype) for g, dtype in zip(ctx.sides.gradients(), ctx.dtypes, strict=True)
+        ]
         dscale = dscale.astype(ctx.scale_like.dtype).reshape(ctx.scale_like.shape)
         return (dscale if ctx.plan.wants_scale else None, *out)
 

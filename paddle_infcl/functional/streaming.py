@@ -79,92 +79,6 @@ def softplus(x: Tensor) -> Tensor:
     return paddle.clip(x, min=0.0) + paddle.log1p(paddle.exp(-paddle.abs(x)))
 
 
-class GroupChunk:
-    """The others' exponentials of some rows of a group, and what follows from them.
-
-    Attributes:
-        start, stop: the rows.
-        exps: per block [rows, N] E, 0 at own and dropped entries; `with_own_entries` puts -l at own.
-        top: [rows] c.
-        total: [rows] l.
-        own: [rows] own logits.
-    """
-
-    def __init__(self, group: Sequence[Block], sides: list, cast: list[Tensor], scale: Tensor, rows: slice):
-        self.group, self.sides, self.start, self.stop = group, sides, rows.start, rows.stop
-        lefts = [cast[left][rows] for left, _ in sides]
-        self.own = None
-        for block, left, (_, r) in zip(group, lefts, sides, strict=True):
-            if block.own is not None:
-                logits = own_logits(block, left, cast[r], scale, self.start)
-                self.own = logits if self.own is None else paddle.maximum(self.own, logits)
-        self.exps = [
-            other_logits(block, left, cast[r], scale, self.start)
-            for block, left, (_, r) in zip(group, lefts, sides, strict=True)
-        ]
-        top = self.exps[0].max(axis=1)
-        for logits in self.exps[1:]:
-            top = paddle.maximum(top, logits.max(axis=1))
-        # A row without any other candidate: exp(-inf - 0) = 0, and its sum is 0.
-        self.top = paddle.where(top == float("-inf"), paddle.zeros_like(top), top)
-        self.total = paddle.zeros_like(self.top)
-        for exps in self.exps:
-            exps.subtract_(self.top.unsqueeze(1)).exp_()
-            # As a product: several times faster on a CPU than a sum over a long axis.
-            ones = paddle.ones([exps.shape[1], 1], dtype=exps.dtype)
-            self.total.add_(paddle.matmul(exps, ones).squeeze(1))
-
-    def lse_others(self) -> Tensor:
-        """[rows] log-sum-exp over the others, -inf where there are none."""
-        return self.top + paddle.log(self.total)
-
-    def losses(self) -> Tensor:
-        """[rows] unweighted losses."""
-        return softplus(self.lse_others() - self.own)
-
-    def factors(self, weights: Tensor) -> Tensor:
-        """[rows] f, given the rows' weights."""
-        return weights * paddle.exp(self.top - logaddexp(self.lse_others(), self.own))
-
-    def with_own_entries(self) -> list[Tensor]:
-        """Per block [rows, N] E': E with -l at the own entry."""
-        for block, exps in zip(self.group, self.exps, strict=True):
-            if block.own is not None:
-                set_own(exps, block.own[self.start : self.stop], -self.total)
-        return self.exps
-
-
-def add_gradients(
-    chunk: GroupChunk, factors: Tensor, scale: Tensor, cast: list[Tensor], grads: list[Tensor | None]
-) -> Tensor:
-    """Adds a chunk's gradients to `grads`, in place.
-
-    Args:
-        chunk: the chunk, own entries not yet set.
-        factors: [rows] f.
-        scale: 0-d.
-        cast: the distinct tensors in the accumulation dtype.
-        grads: their gradients, same shapes; None where none is wanted.
-
-    Returns:
-        0-d, the chunk's part of the gradient of `scale`.
-    """
-    rows = slice(chunk.start, chunk.stop)
-    weight = (scale * factors).unsqueeze(1)
-    dscale = paddle.zeros([], dtype=scale.dtype)
-    for exps, (l, r) in zip(chunk.with_own_entries(), chunk.sides, strict=True):
-        left = cast[l][rows]
-        dleft = paddle.matmul(exps, cast[r]).multiply_(weight)
-        # sum_j dz_ij <left_i, right_j> = <left_i, dleft_i> / scale: no product of its own.
-        dscale = dscale + (dleft * left).sum() / scale
-        if grads[l] is not None:
-            grads[l][rows].add_(dleft)
-        del dleft
-        if grads[r] is not None:
-            grads[r].add_(paddle.matmul(exps, left * weight, transpose_x=True))
-    return dscale
-
-
 class Plan:
     """What a PyLayer of the plain backends needs beside the tensors that Paddle tracks.
 
@@ -193,34 +107,172 @@ class Plan:
     def differentiates(self) -> bool:
         return self.wants_scale or any(self.wanted)
 
+    def weights(self, dtype: paddle.dtype) -> Tensor:
+        """[B] weights of the rows within one group."""
+        weights = self.row_weights
+        weights = weights.astype(dtype) if isinstance(weights, Tensor) else paddle.full([self.rows], weights, dtype)
+        return weights / len(self.groups)
 
-def prepare(plan: Plan, tensors: Sequence[Tensor], scale: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Inputs, scale and the rows' weights in one group, in the accumulation dtype; fp32 and fp64 are not copied."""
-    dtype = accumulation_dtype(tensors[0].dtype)
-    cast = [t if t.dtype == dtype else t.astype(dtype) for t in tensors]
-    if isinstance(plan.row_weights, Tensor):
-        weights = plan.row_weights.astype(dtype)
-    else:
-        weights = paddle.full([plan.rows], plan.row_weights, dtype=dtype)
-    return cast, scale.detach().astype(dtype).reshape([]), weights / len(plan.groups)
+
+class Sides:
+    """The distinct tensors of a loss in the accumulation dtype, and room for their gradients.
+
+    A tensor's gradient as the right side of blocks is kept transposed: products are then added in place
+    (`addmm_`), without a temporary of the tensor's size for every chunk.
+
+    Attributes:
+        values: per tensor [n, D].
+        transposed: per tensor [D, n], None where it is no right side.
+        dleft: per tensor [n, D], None where it is no left side or wants no gradient.
+        dright: per tensor [D, n], likewise.
+    """
+
+    def __init__(self, plan: Plan, tensors: Sequence[Tensor]):
+        dtype = accumulation_dtype(tensors[0].dtype)
+        self.values = [t if t.dtype == dtype else t.astype(dtype) for t in tensors]
+        self._lefts = {left for places in plan.sides for left, _ in places}
+        self._rights = {right for places in plan.sides for _, right in places}
+        self._wanted = plan.wanted
+        self.transposed = [t.T.contiguous() if k in self._rights else None for k, t in enumerate(self.values)]
+        self.dleft: list[Tensor | None] = []
+        self.dright: list[Tensor | None] = []
+
+    def make_room(self) -> None:
+        """Allocates the gradients that are wanted."""
+        for k, (t, want) in enumerate(zip(self.values, self._wanted, strict=True)):
+            self.dleft.append(paddle.zeros_like(t) if want and k in self._lefts else None)
+            self.dright.append(paddle.zeros(t.shape[::-1], t.dtype) if want and k in self._rights else None)
+
+    def gradients(self) -> list[Tensor | None]:
+        """Per tensor its gradient; frees everything else."""
+        self.values = self.transposed = None
+        out = []
+        for k, dleft in enumerate(self.dleft):
+            if self.dright[k] is None:
+                out.append(dleft)
+            else:
+                dright, self.dright[k] = self.dright[k].T.contiguous(), None
+                out.append(dright if dleft is None else dleft.add_(dright))
+        return out
+
+
+def safe_without_reference(plan: Plan, values: list[Tensor], scale: Tensor) -> bool:
+    """Whether all logits are so small that exp(z) needs no reference c: |z| <= scale |left| |right| <= 60.
+
+    Then a chunk saves two of its four passes over the logits. e^60 times any number of columns, and its square in a
+    gradient, are far inside the range of float32.
+    """
+    norms = [float(t.square().sum(axis=1).max()) ** 0.5 for t in values]
+    bound = 0.0
+    for group, places in zip(plan.groups, plan.sides, strict=True):
+        for block, (l, r) in zip(group, places, strict=True):
+            strength = abs(block.hardness.strength) if block.hardness else 0.0
+            bound = max(bound, norms[l] * norms[r] * (float(scale) + strength))
+    return bound <= 60.0  # false for NaN
+
+
+class GroupChunk:
+    """The others' exponentials of some rows of a group, and what follows from them.
+
+    Attributes:
+        exps: per block [rows, N] E, 0 at own and dropped entries; `with_own_entries` puts -l at own.
+        top: [rows] c, or 0-d 0 without a reference.
+        total: [rows] l.
+        own: [rows] own logits.
+    """
+
+    def __init__(self, group: Sequence[Block], places: list, sides: Sides, scale: Tensor, rows: slice, referred: bool):
+        self.group, self.places, self.rows = group, places, rows
+        lefts = [sides.values[left][rows] for left, _ in places]
+        self.own = None
+        for block, left, (_, r) in zip(group, lefts, places, strict=True):
+            if block.own is not None:
+                logits = own_logits(block, left, sides.values[r], scale, rows.start)
+                self.own = logits if self.own is None else paddle.maximum(self.own, logits)
+        self.exps = [
+            other_logits(block, left, sides.transposed[r], scale, rows.start)
+            for block, left, (_, r) in zip(group, lefts, places, strict=True)
+        ]
+        self.top = self._reference() if referred else paddle.zeros([], dtype=scale.dtype)
+        self.total = paddle.zeros([rows.stop - rows.start], dtype=scale.dtype)
+        for exps in self.exps:
+            if referred:
+                exps.subtract_(self.top.unsqueeze(1))
+            exps.exp_()
+            # As a product: several times faster on a CPU than a sum over a long axis.
+            ones = paddle.ones([exps.shape[1], 1], dtype=exps.dtype)
+            self.total.add_(paddle.matmul(exps, ones).squeeze(1))
+
+    def _reference(self) -> Tensor:
+        top = self.exps[0].max(axis=1)
+        for logits in self.exps[1:]:
+            top = paddle.maximum(top, logits.max(axis=1))
+        # A row without any other candidate: exp(-inf - 0) = 0, and its sum is 0.
+        return paddle.where(top == float("-inf"), paddle.zeros_like(top), top)
+
+    def lse_others(self) -> Tensor:
+        """[rows] log-sum-exp over the others, -inf where there are none."""
+        return self.top + paddle.log(self.total)
+
+    def losses(self) -> Tensor:
+        """[rows] unweighted losses."""
+        return softplus(self.lse_others() - self.own)
+
+    def factors(self, weights: Tensor) -> Tensor:
+        """[rows] f, given the rows' weights."""
+        return weights * paddle.exp(self.top - logaddexp(self.lse_others(), self.own))
+
+    def with_own_entries(self) -> list[Tensor]:
+        """Per block [rows, N] E': E with -l at the own entry."""
+        for block, exps in zip(self.group, self.exps, strict=True):
+            if block.own is not None:
+                set_own(exps, block.own[self.rows], -self.total)
+        return self.exps
+
+    def add_gradients(self, factors: Tensor, scale: Tensor, sides: Sides) -> Tensor:
+        """Adds the chunk's gradients to those of `sides`.
+
+        Args:
+            factors: [rows] f.
+            scale: 0-d.
+            sides: the tensors and their gradients.
+
+        Returns:
+            0-d, the chunk's part of the gradient of `scale`.
+        """
+        weight = (scale * factors).unsqueeze(1)
+        dscale = paddle.zeros([], dtype=scale.dtype)
+        for exps, (l, r) in zip(self.with_own_entries(), self.places, strict=True):
+            left = sides.values[l][self.rows]
+            dleft = paddle.matmul(exps, sides.values[r]).multiply_(weight)
+            # sum_j dz_ij <left_i, right_j> = <left_i, dleft_i> / scale: no product of its own.
+            dscale = dscale + (dleft * left).sum() / scale
+            if sides.dleft[l] is not None:
+                sides.dleft[l][self.rows].add_(dleft)
+            if sides.dright[r] is not None:
+                sides.dright[r].addmm_((left * weight).T.contiguous(), exps)
+        return dscale
 
 
 class _Streaming(PyLayer):
     @staticmethod
     def forward(ctx, plan, scale, *tensors):
-        cast, s, weights = prepare(plan, tensors, scale)
-        loss = paddle.zeros([], dtype=s.dtype)
-        dscale = paddle.zeros([], dtype=s.dtype)
-        grads = [paddle.zeros_like(t) if want else None for t, want in zip(cast, plan.wanted, strict=True)]
+        sides = Sides(plan, tensors)
+        dtype = sides.values[0].dtype
+        s, weights = scale.detach().astype(dtype).reshape([]), plan.weights(dtype)
+        referred = not safe_without_reference(plan, sides.values, s)
+        sides.make_room()
+        loss, dscale = paddle.zeros([], dtype=dtype), paddle.zeros([], dtype=dtype)
         step = chunk_rows(plan.groups, plan.memory_budget)
         for group, places in zip(plan.groups, plan.sides, strict=True):
             for start in range(0, plan.rows, step):
                 rows = slice(start, min(start + step, plan.rows))
-                chunk = GroupChunk(group, places, cast, s, rows)
+                chunk = GroupChunk(group, places, sides, s, rows, referred)
                 loss = loss + (weights[rows] * chunk.losses()).sum()
                 if plan.differentiates:
-                    dscale = dscale + add_gradients(chunk, chunk.factors(weights[rows]), s, cast, grads)
-        ctx.plan, ctx.grads, ctx.dscale = plan, grads, dscale
+                    dscale = dscale + chunk.add_gradients(chunk.factors(weights[rows]), s, sides)
+                del chunk  # its tile, before the next one is made
+        ctx.plan, ctx.grads, ctx.dscale = plan, sides.gradients(), dscale
         ctx.dtypes, ctx.scale_like = [t.dtype for t in tensors], scale
         return loss
 

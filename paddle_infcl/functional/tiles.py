@@ -39,17 +39,20 @@ def own_logits(block: Block, left: Tensor, right: Tensor, scale: Tensor, start: 
     return paddle.where(own < 0, paddle.full_like(logits, _NEGATIVE_INFINITY), logits)
 
 
-def other_logits(block: Block, left: Tensor, right: Tensor, scale: Tensor, start: int) -> Tensor:
+def other_logits(block: Block, left: Tensor, right_t: Tensor, scale: Tensor, start: int) -> Tensor:
     """Logits of the rows start ... start + len(left), with -inf at own and dropped entries.
+
+    Args:
+        right_t: [D, N], the columns transposed once: on a CPU a product with a transposed factor is slower.
 
     Returns:
         [rows, N], freshly allocated: callers write into it.
     """
     rows = left.shape[0]
     if not block.masks:
-        logits = paddle.matmul(left * scale, right, transpose_y=True)
+        logits = paddle.matmul(left * scale, right_t)
     else:
-        similarity = paddle.matmul(left, right, transpose_y=True)
+        similarity = paddle.matmul(left, right_t)
         dropped = _dropped(block, similarity, start)
         if block.hardness is None:
             logits = similarity.multiply_(scale)

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training losses as layers: temperature, masks, Matryoshka, and the passages of the other processes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import paddle
+from paddle import Tensor, nn
+
+from paddle_infcl import kernels
+from paddle_infcl.distributed.gather import gather_constants, gather_rows, row_counts
+from paddle_infcl.distributed.ranks import Ranks
+from paddle_infcl.functional.blocks import own_columns
+from paddle_infcl.functional.contrastive import info_nce, info_nce_groups
+from paddle_infcl.functional.counting import count_negatives
+from paddle_infcl.functional.matryoshka import matryoshka_loss, prefix_weights
+from paddle_infcl.functional.vectors import l2_normalize
+
+
+class InfCLLoss(nn.Layer):
+    """InfoNCE of a whole global batch: own queries against the passages of all processes.
+
+    Averaged over the processes, as data parallel training does with gradients, value and gradients are those of one
+    process that holds all rows, also when processes hold different numbers of them.
+
+    Args:
+        temperature: T.
+        learnable_temperature: T becomes a parameter, kept as log T so that it stays positive; same gradient on all
+            processes after averaging.
+        margin: drops likely false negatives, see `functional.inf_cl_loss`.
+        matryoshka_dims: also train these prefixes, see `functional.matryoshka_loss`.
+        matryoshka_weights: one per dim.
+        backend: "auto", "triton", "paddle" or "dense".
+        memory_budget: bytes of logits held at once.
+        cross_device: negatives from all processes; False: from this one alone.
+        ranks: the processes that share the batch; None: `Ranks.current()` at the first call.
+
+    Raises:
+        ValueError: an option is none of its values.
+    """
+
+    def __init__(
+        self,
+        temperature: float = 0.02,
+        *,
+        learnable_temperature: bool = False,
+        margin: float | None = None,
+        matryoshka_dims: Sequence[int] | None = None,
+        matryoshka_weights: Sequence[float] | None = None,
+        backend: str = "auto",
+        memory_budget: int | None = None,
+        cross_device: bool = True,
+        ranks: Ranks | None = None,
+    ):
+        super().__init__()
+        if not 0 < temperature < math.inf:
+            raise ValueError(f"temperature: must be positive and finite, got {temperature}")
+        if backend not in kernels.BACKENDS:
+            raise ValueError(f"backend: {backend!r} is none of {', '.join(kernels.BACKENDS)}")
+        if matryoshka_dims:
+            prefix_weights(max(matryoshka_dims), matryoshka_dims, matryoshka_weights)
+        self._temperature, self.margin, self.backend, self.memory_budget = temperature, margin, backend, memory_budget
+        self.matryoshka_dims = list(matryoshka_dims) if matryoshka_dims else None
+        self.matryoshka_weights = list(matryoshka_weights) if matryoshka_weights else None
+        self.cross_device, self._ranks = cross_device, ranks
+        self.log_temperature = None
+        if learnable_temperature:
+            self.log_temperature = self.create_parameter(
+                [1], dtype="float32", default_initializer=nn.initializer.Constant(math.log(temperature))
+            )
+
+    @property
+    def temperature(self) -> float:
+        """T as it is now."""
+        return self._temperature if self.log_temperature is None else math.exp(float(self.log_temperature))
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes that share the batch."""
+        if self._ranks is None:
+            self._ranks = Ranks.current()
+        return self._ranks
+
+    def forward(
+        self,
+        q: Tensor,
+        p: Tensor,
+        own: Tensor | None = None,
+        q_ids: Tensor | None = None,
+        p_ids: Tensor | None = None,
+    ) -> Tensor:
+        """The loss of this process: W / total rows times the sum over its own rows.
+
+        Args:
+            q: [B, D] this process's queries. B may differ between processes, and be 0.
+            p: [N, D] this process's passages.
+            own: [B] int64, columns of the positives among p; None: arange(B) * (N / B).
+            q_ids: [B, K] int64, see `functional.inf_cl_loss`; given on all processes or on none.
+            p_ids: [N, K] int64.
+
+        Returns:
+            0-d loss.
+        """
+        p, own, p_ids, weight = self._global(q, p, own, p_ids)
+        temperature = self._temperature if self.log_temperature is None else paddle.exp(self.log_temperature)
+
+        def one(q: Tensor, p: Tensor) -> Tensor:
+            groups = info_nce_groups(q, p, own=own, q_ids=q_ids, p_ids=p_ids, margin=self.margin)
+            return info_nce(
+                groups,
+                temperature=temperature,
+                row_weights=weight,
+                backend=self.backend,
+                memory_budget=self.memory_budget,
+            )
+
+        if self.matryoshka_dims:
+            return matryoshka_loss(one, q, p, self.matryoshka_dims, self.matryoshka_weights)
+        return one(q, p)
+
+    @paddle.no_grad()
+    def effective_negatives(
+        self,
+        q: Tensor,
+        p: Tensor,
+        own: Tensor | None = None,
+        q_ids: Tensor | None = None,
+        p_ids: Tensor | None = None,
+    ) -> float:
+        """The mean number of passages that a query of this process really competes against. Arguments as `forward`.
+
+        All processes must call. With a margin it costs a forward pass of the loss; at full width for Matryoshka.
+        """
+        p, own, p_ids, _ = self._global(q, p, own, p_ids)
+        if self.matryoshka_dims:
+            q, p = l2_normalize(q.astype("float32")), l2_normalize(p.astype("float32"))
+        if q.shape[0] == 0:
+            return 0.0
+        groups = info_nce_groups(q, p, own=own, q_ids=q_ids, p_ids=p_ids, margin=self.margin)
+        return float(count_negatives(groups[0], self.memory_budget).mean())
+
+    def _global(self, q: Tensor, p: Tensor, own: Tensor | None, p_ids: Tensor | None):
+        """Passages, own columns and ids of the global batch, and the weight of a row."""
+        if own is None and q.shape[0]:
+            own = own_columns(q.shape[0], p.shape[0])
+        elif own is None:
+            own = paddle.zeros([0], dtype="int64")
+        ranks = self.ranks if self.cross_device else Ranks()
+        total = sum(row_counts(q.shape[0], self.ranks)) if self.ranks.world > 1 else q.shape[0]
+        if ranks.world > 1:
+            own = own + sum(row_counts(p.shape[0], ranks)[: ranks.rank])
+            p = gather_rows(p, ranks)
+            p_ids = None if p_ids is None else gather_constants(p_ids, ranks)
+        return p, own, p_ids, self.ranks.world / max(total, 1)
+
+
+def build_loss(arguments, ranks: Ranks | None = None) -> InfCLLoss:
+    """The loss that the options ask for.
+
+    `inf_cl_loss: true` streams the softmax; otherwise it is the standard contrastive loss, all logits in memory. Both
+    have the same value, gradients and negatives.
+
+    Args:
+        arguments: `EmbeddingArgument`, or any object with (some of) its fields, such as PaddleNLP's.
+        ranks: the processes that share the batch; None: found at the first call.
+
+    Returns:
+        The layer; see `InfCLLoss.forward`.
+    """
+
+    def option(name, default=None):
+        return getattr(arguments, name, default)
+
+    streams = option("inf_cl_loss", False) or option("loss_type") == "inf_cl"
+    if streams:
+        cross_device = option("negatives_strategy", "auto") != "local"
+    else:
+        cross_device = option("embedding_negatives_cross_device", True)
+    return InfCLLoss(
+        option("embedding_temperature", 0.02),
+        learnable_temperature=option("learnable_temperature", False),
+        margin=option("false_negative_margin"),
+        matryoshka_dims=option("embedding_matryoshka_dims"),
+        matryoshka_weights=option("embedding_matryoshka_weights"),
+        backend=option("inf_cl_backend", "auto") if streams else "dense",
+        memory_budget=option("inf_cl_memory_budget"),
+        cross_device=cross_device,
+        ranks=ranks,
+    )
