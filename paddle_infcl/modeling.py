@@ -55,7 +55,7 @@ class SentenceEncoder(nn.Layer):
         self.pooling = pooling
         self.normalize = bool(normalize)
         self.prompts = dict(prompts or {})
-        limits = [limit for limit in (max_seq_length, self._positions()) if limit]
+        limits = [limit for limit in (max_seq_length, self.positions) if limit]
         self.max_seq_length = min(limits) if limits else None
         self._accepted = set(inspect.signature(backbone.forward).parameters)
         # The pooler takes part in no embedding: without a gradient of its own, data parallelism needs no search for
@@ -64,7 +64,8 @@ class SentenceEncoder(nn.Layer):
             parameter.stop_gradient = True
         _repair_recompute(backbone)
 
-    def _positions(self) -> int | None:
+    @property
+    def positions(self) -> int | None:
         """How many tokens fit into learned positions; RoBERTa's begin after the padding's. None: no such limit."""
         positions = getattr(self.config, "max_position_embeddings", None)
         if self.is_causal or not positions:
@@ -111,9 +112,8 @@ class SentenceEncoder(nn.Layer):
             mask = _int64(attention_mask)
         if mask.shape != ids.shape:
             raise ValueError(f"attention_mask is {list(mask.shape)}, input_ids {list(ids.shape)}: one entry per token")
-        positions = self._positions()
-        if positions and ids.shape[1] > positions:
-            raise ValueError(f"{ids.shape[1]} tokens in a row, and the model has positions for {positions}")
+        if self.positions and ids.shape[1] > self.positions:
+            raise ValueError(f"{ids.shape[1]} tokens in a row, and the model has positions for {self.positions}")
         ids, mask = pad_right(ids, mask)
         options = {"attention_mask": None if self.is_causal else mask, "use_cache": False, "return_dict": False}
         output = self.backbone(ids, **{name: v for name, v in options.items() if name in self._accepted})
