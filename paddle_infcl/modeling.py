@@ -18,7 +18,7 @@ from paddle_infcl.log import logger
 from paddle_infcl.pooling import POOLINGS, l2_normalize, pad_right, pool
 
 # Model types whose attention is causal: a token never sees the padding on its right, so they need no padding mask.
-CAUSAL_TYPES = frozenset({"gemma", "llama", "mistral", "qwen2", "qwen2_moe"})
+CAUSAL_TYPES = frozenset({"bloom", "gemma", "gpt", "llama", "mistral", "opt", "qwen2", "qwen2_moe"})
 
 # Names in a checkpoint that are no weights: buffers that the model computes itself.
 _BUFFERS = ("position_ids", "token_type_ids", "rotary_emb.inv_freq")
@@ -35,6 +35,10 @@ class SentenceEncoder(nn.Layer):
         normalize: embeddings have length 1.
         max_seq_length: how many tokens a text may have; None: as many as the model has positions for.
         prompts: named prompts of the checkpoint, see `template`.
+
+    Attributes:
+        positions: how many tokens fit into learned position embeddings; None where there are none (rotary positions).
+        embedding_dim: D.
 
     Raises:
         ValueError: an unknown pooling, or a backbone whose hidden states are split over devices.
@@ -54,7 +58,9 @@ class SentenceEncoder(nn.Layer):
         self.config = config
         self.pooling = pooling
         self.normalize = bool(normalize)
+        self.embedding_dim = config.hidden_size
         self.prompts = dict(prompts or {})
+        self.positions = _positions(backbone)
         limits = [limit for limit in (max_seq_length, self.positions) if limit]
         self.max_seq_length = min(limits) if limits else None
         self._accepted = set(inspect.signature(backbone.forward).parameters)
@@ -63,19 +69,6 @@ class SentenceEncoder(nn.Layer):
         for parameter in getattr(getattr(backbone, "pooler", None), "parameters", list)():
             parameter.stop_gradient = True
         _repair_recompute(backbone)
-
-    @property
-    def positions(self) -> int | None:
-        """How many tokens fit into learned positions; RoBERTa's begin after the padding's. None: no such limit."""
-        positions = getattr(self.config, "max_position_embeddings", None)
-        if self.is_causal or not positions:
-            return None
-        return positions - (self.config.pad_token_id + 1) * (self.config.model_type in ("roberta", "xlm-roberta"))
-
-    @property
-    def embedding_dim(self) -> int:
-        """D, the width of an embedding."""
-        return self.config.hidden_size
 
     def template(self, kind: str) -> str:
         """The checkpoint's template for a kind of text: its prompt, then {text}.
@@ -386,6 +379,17 @@ def _load_backbone(folder: Path, dtype: str, overrides: dict):
     if unused:
         logger.warning("%s: weights that %s does not use: %s", folder, model_class.__name__, _some(unused))
     return model
+
+
+def _positions(backbone) -> int | None:
+    """Rows of the position embeddings that tokens can have: RoBERTa's and OPT's first ones belong to none."""
+    config = backbone.config
+    for name, parameter in backbone.named_parameters():
+        if "position_embeddings" in name or "embed_positions" in name:
+            if config.model_type in ("roberta", "xlm-roberta"):
+                return parameter.shape[0] - config.pad_token_id - 1
+            return parameter.shape[0] - 2 * (config.model_type == "opt")
+    return None
 
 
 def _some(names: list[str], most: int = 10) -> str:

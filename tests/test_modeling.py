@@ -9,7 +9,7 @@ from paddle_infcl.modeling import SentenceEncoder
 from paddle_infcl.pooling import l2_normalize, pad_right, pool
 from tests.tiny_models import KINDS, VOCAB, backbone, batch, seed_all
 
-ALL_KINDS = (*KINDS, "llama", "mistral")
+ALL_KINDS = (*KINDS, "gemma", "gpt", "llama", "mistral", "opt")
 
 
 def vectors(encoder, ids, mask):
@@ -115,7 +115,8 @@ def test_left_and_right_padding_and_no_padding_agree(kind, pooling):
 def test_default_pooling_follows_the_architecture():
     assert SentenceEncoder(backbone("bert")).pooling == "mean"
     assert SentenceEncoder(backbone("ernie")).pooling == "mean"
-    assert SentenceEncoder(backbone("qwen2")).pooling == "last"
+    for kind in ("qwen2", "gpt", "gemma"):
+        assert SentenceEncoder(backbone(kind)).pooling == "last"
 
 
 def test_protocol_gives_both_sides_and_refuses_a_loss():
@@ -239,7 +240,7 @@ def test_from_config_is_random_and_leaves_the_config_alone():
 
 
 def test_texts_longer_than_the_positions_are_refused():
-    for kind, positions in (("bert", 40), ("xlm-roberta", 38), ("roberta", 38)):
+    for kind, positions in (("bert", 40), ("xlm-roberta", 38), ("roberta", 38), ("gpt", 64), ("opt", 64)):
         encoder = SentenceEncoder(backbone(kind))
         assert encoder.max_seq_length == positions
         ids = np.full((1, positions), 5)
@@ -267,6 +268,31 @@ def test_sequence_parallel_is_refused():
     model.config.sequence_parallel = True
     with pytest.raises(ValueError, match="sequence_parallel"):
         SentenceEncoder(model)
+
+
+def test_from_config_reads_a_folder(tmp_path):
+    backbone("xlm-roberta").config.save_pretrained(str(tmp_path))
+    encoder = SentenceEncoder.from_config(tmp_path, pooling="cls", max_seq_length=20)
+    assert (type(encoder.backbone).__name__, encoder.pooling, encoder.max_seq_length) == ("XLMRobertaModel", "cls", 20)
+
+
+def test_a_name_goes_to_paddlenlp(monkeypatch):
+    from paddlenlp.transformers import AutoModel, AutoTokenizer
+
+    from paddle_infcl.modeling import load_tokenizer
+
+    asked = {}
+
+    def from_pretrained(name, **options):
+        asked.update(options, name=name)
+        return backbone("bert")
+
+    monkeypatch.setattr(AutoModel, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name: f"tokenizer of {name}")
+    encoder = SentenceEncoder.from_pretrained("some/model", pooling="cls", normalize=False, hidden_dropout_prob=0.0)
+    assert asked == {"name": "some/model", "dtype": "float32", "hidden_dropout_prob": 0.0}
+    assert (encoder.pooling, encoder.normalize) == ("cls", False)
+    assert load_tokenizer("some/model") == "tokenizer of some/model"
 
 
 def test_templates_come_from_the_prompts():

@@ -42,14 +42,9 @@ def backbone(kind: str, seed: int = 0, **overrides):
         config = {**_SIZES, **_ENCODER, "pad_token_id": 1, "type_vocab_size": 1, "layer_norm_eps": 1e-5, **overrides}
         model = zoo.XLMRobertaModel(zoo.XLMRobertaConfig(**config, architectures=["XLMRobertaModel"]))
     else:
-        config = {
-            **_SIZES,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 64,
-            "rope_theta": 10000.0,
-            **overrides,
-        }
-        name = {"qwen2": "Qwen2", "llama": "Llama", "mistral": "Mistral"}[kind]
+        config = {**_SIZES, "num_key_value_heads": 2, "max_position_embeddings": 64, "rope_theta": 1e4, **overrides}
+        config |= {"gemma": {"head_dim": 8}, "opt": {"word_embed_proj_dim": 32, "ffn_dim": 48}}.get(kind, {})
+        name = kind.upper() if kind in ("gpt", "opt") else kind.capitalize()
         model = getattr(zoo, f"{name}Model")(getattr(zoo, f"{name}Config")(**config))
     generator = np.random.default_rng(seed)
     for parameter in model.parameters():
