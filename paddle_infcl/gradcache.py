@@ -118,7 +118,7 @@ def window_targets(
                 [
                     paddle.full([r.shape[0], width], -1, dtype="int64")
                     if i is None
-                    else paddle.to_tensor(i, dtype="int64").reshape([-1, width])
+                    else paddle.to_tensor(i, dtype="int64").reshape([r.shape[0], width])
                     for i, r in zip(ids, reps, strict=True)
                 ]
             )

@@ -210,7 +210,7 @@ def test_everything_wrong_at_once(folder):
         assert option in found
     for option in ("embedding_matryoshka_weights", "zero_padding", "lora"):
         assert option in found
-    assert len(found) == 20
+    assert len(found) == 18
 
 
 @pytest.mark.parametrize(

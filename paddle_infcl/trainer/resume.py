@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a checkpoint needs beside PaddleNLP's files, and which checkpoint is whole.
+
+A checkpoint of ours also holds `position.json` (where the run is in its data), `parameter_names.json` (Paddle keys an
+optimizer's state by names that are counted up in each process) and, when the loss has parameters, `loss.pdparams`.
+`position.json` is written last: a folder that has it is complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import paddle
+from paddle import nn
+
+from paddle_infcl.log import logger
+from paddle_infcl.trainer.windows import Position
+
+_POSITION, _NAMES, _LOSS = "position.json", "parameter_names.json", "loss.pdparams"
+_STATE, _SCHEDULER = "trainer_state.json", "scheduler.pdparams"
+
+
+def _whats_missing(folder: Path) -> list[str]:
+    """Files without which a run cannot go on from here."""
+    # PaddleNLP writes the scheduler's state last; its own checkpoints have no position.json.
+    return [name for name in (_STATE, _SCHEDULER) if not (folder / name).is_file()]
+
+
+def find_checkpoint(wanted: Any, output_dir: str, *, weights_only: bool = False) -> str | None:
+    """The checkpoint to go on from.
+
+    Args:
+        wanted: a folder; True for the last complete one in `output_dir`; None, False or "" for none.
+        output_dir: where the run keeps its checkpoints.
+        weights_only: the optimizer's state won't be loaded and need not be there.
+
+    Raises:
+        ValueError: a folder that is not there or not complete, or none to be found.
+    """
+    wanted = {"true": True, "false": None, "": None}.get(str(wanted).lower(), wanted)
+    if not wanted:
+        return None
+    if wanted is not True:
+        folder = Path(os.path.expanduser(str(wanted)))
+        missing = [] if weights_only else _whats_missing(folder)
+        if not folder.is_dir() or missing:
+            what = f"it lacks {', '.join(missing)}" if folder.is_dir() else "there is no such folder"
+            raise ValueError(f"resume_from_checkpoint: {folder} can't be resumed: {what}")
+        return str(folder)
+    checkpoint = last_checkpoint(output_dir)
+    if checkpoint is None:
+        raise ValueError(f"resume_from_checkpoint: there is no complete checkpoint in {output_dir}")
+    return checkpoint
+
+
+def last_checkpoint(output_dir: str) -> str | None:
+    """The last complete checkpoint-<step> of a folder; one that was cut off while it was written is passed over."""
+    if not os.path.isdir(output_dir):
+        return None
+    found = [(int(m[1]), f) for f in Path(output_dir).iterdir() if (m := re.fullmatch(r"checkpoint-(\d+)", f.name))]
+    for _, folder in sorted(found, reverse=True):
+        if missing := _whats_missing(folder):
+            logger.warning("%s is incomplete (it lacks %s) and passed over", folder, ", ".join(missing))
+        else:
+            return str(folder)
+    return None
+
+
+def global_step(checkpoint: str) -> int:
+    """Optimizer steps that a checkpoint holds."""
+    return int(json.loads((Path(checkpoint) / _STATE).read_text(encoding="utf-8"))["global_step"])
+
+
+def parameter_names(model: nn.Layer, loss: nn.Layer) -> dict[str, str]:
+    """Paddle's name of every parameter, by its place in the model or the loss."""
+    names = {name: parameter.name for name, parameter in model.named_parameters()}
+    return {**names, **{f"loss.{name}": parameter.name for name, parameter in loss.named_parameters()}}
+
+
+def save(folder: str, names: Mapping[str, str], position: Position) -> None:
+    """Writes our files into a checkpoint that PaddleNLP has finished."""
+    (Path(folder) / _NAMES).write_text(json.dumps(names, indent=1), encoding="utf-8")
+    partial = Path(folder) / (_POSITION + ".tmp")
+    partial.write_text(json.dumps(position.as_dict()), encoding="utf-8")
+    os.replace(partial, Path(folder) / _POSITION)
+
+
+def load_position(checkpoint: str) -> Position | None:
+    """The position in the data; None where PaddleNLP's own trainer wrote the checkpoint."""
+    file = Path(checkpoint) / _POSITION
+    return Position(**json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
+
+
+def save_loss(folder: str, loss: nn.Layer) -> None:
+    """Keeps the loss's parameters (a learnable temperature), if it has any."""
+    if loss.parameters():
+        paddle.save(loss.state_dict(), os.path.join(folder, _LOSS))
+
+
+def load_loss(checkpoint: str, loss: nn.Layer) -> None:
+    """The reverse of `save_loss`."""
+    file = os.path.join(checkpoint, _LOSS)
+    if loss.parameters() and os.path.isfile(file):
+        loss.set_state_dict(paddle.load(file))
+
+
+@contextlib.contextmanager
+def optimizer_names(optimizer: Any, checkpoint: str, now: Mapping[str, str]) -> Iterator[None]:
+    """Within it, `optimizer.set_state_dict` takes the state of a checkpoint under this process's parameter names.
+
+    Args:
+        optimizer: any of Paddle's.
+        checkpoint: the state's checkpoint; one without `parameter_names.json` is taken as it is.
+        now: `parameter_names` of this process.
+    """
+    file = Path(checkpoint) / _NAMES
+    then = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    renamed = {old: now[place] for place, old in then.items() if place in now}
+    set_state_dict = optimizer.set_state_dict
+    optimizer.set_state_dict = lambda state: set_state_dict(_rename(state, renamed))
+    try:
+        yield
+    finally:
+        del optimizer.set_state_dict
+
+
+def _rename(state: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str, Any]:
+    """Keys are a parameter's name, or it and an underscore and what is kept of the parameter."""
+
+    def new(key: str) -> str:
+        end = len(key)
+        while end > 0:
+            if key[:end] in renamed:
+                return renamed[key[:end]] + key[end:]
+            end = key.rfind("_", 0, end)
+        return key
+
+    return {
+        new(key): {new(k): v for k, v in value.items()} if key == "master_weights" else value
+        for key, value in state.items()
+    }
