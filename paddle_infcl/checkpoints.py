@@ -219,7 +219,8 @@ def read_weights(files: Iterable[Path], read_pytorch: Callable[[str], dict]) -> 
         read_pytorch: reads one pytorch_model*.bin into a dict of arrays.
 
     Returns:
-        (tensors by name, the format that the files declare: "pt", "np" (Paddle) or None).
+        (tensors by name, whose layout they have: "paddle" or "pytorch" by the kind of file, and for safetensors what
+        they declare, "pt" or "np" (Paddle's), or None).
     """
     import paddle
 
@@ -231,16 +232,16 @@ def read_weights(files: Iterable[Path], read_pytorch: Callable[[str], dict]) -> 
         elif path.suffix == ".pdparams":
             part = paddle.load(str(path), return_numpy=True)
             part.pop("StructuredToParameterName@@", None)
-            declared = "np"
+            declared = "paddle"
         else:
-            part, declared = read_pytorch(str(path)), "pt"
+            part, declared = read_pytorch(str(path)), "pytorch"
         tensors.update(part)
     return tensors, declared
 
 
 def common_prefix(available: Iterable[str], wanted: Iterable[str]) -> tuple[str, int]:
     """The prefix ("", "bert.", "model.", ...) under which most of the wanted names are available, and how many."""
-    available, wanted = set(available), list(wanted)
+    available, wanted = set(available), list(dict.fromkeys(wanted))
     # A few names are enough to find the candidates; all of them decide.
     prefixes = {""} | {name[: -len(want)] for want in wanted[:4] for name in available if name.endswith("." + want)}
     counts = {prefix: sum(prefix + want in available for want in wanted) for prefix in prefixes}
@@ -251,15 +252,15 @@ def common_prefix(available: Iterable[str], wanted: Iterable[str]) -> tuple[str,
 def to_paddle_names(tensors: Mapping, mappings: list, shapes: Mapping[str, list[int]], declared: str | None):
     """Renames and transposes a checkpoint's tensors for the base model.
 
-    Whether the file is in PyTorch's or in Paddle's layout is decided by the names, by the shapes of weights that are
-    not square where the names are the same, and last by what the file declares.
+    Whether a safetensors file is in PyTorch's or in Paddle's layout is decided by the names, by the shapes of weights
+    that are not square where the names are the same, and last by what the file declares.
 
     Args:
         tensors: arrays by the file's names.
         mappings: PaddleNLP's StateDictNameMapping list of the base model (source_name, target_name, action, run);
             empty when it has none.
-        shapes: shape by name of the base model's parameters.
-        declared: "pt", "np" or None.
+        shapes: shape by name of the base model's parameters. With fused weights they are not the mappings' targets.
+        declared: as `read_weights` says.
 
     Returns:
         (arrays by the base model's names, names of the file that were not used).
@@ -267,28 +268,32 @@ def to_paddle_names(tensors: Mapping, mappings: list, shapes: Mapping[str, list[
     Raises:
         ValueError: a PyTorch checkpoint, and no mapping for this model.
     """
+    if not mappings and declared in ("pt", "pytorch"):
+        raise ValueError("the weights are PyTorch's, and PaddleNLP has no mapping of names for this model")
     rest = dict(tensors)
-    paddle_prefix, paddle_count = common_prefix(tensors, shapes)
-    torch_prefix, torch_count = common_prefix(tensors, [mapping.source_name for mapping in mappings])
-    is_torch = torch_count > paddle_count
-    if torch_count == paddle_count:
+    own_prefix, own_count = common_prefix(tensors, [*shapes, *(m.target_name for m in mappings)])
+    torch_prefix, torch_count = common_prefix(tensors, [m.source_name for m in mappings])
+    if declared in ("paddle", "pytorch"):
+        is_torch = declared == "pytorch"
+    elif torch_count != own_count:
+        is_torch = torch_count > own_count
+    else:
         votes = [
             list(rest[torch_prefix + m.source_name].shape) != shapes[m.target_name]
             for m in mappings
             if m.action == "transpose"
-            and m.target_name in shapes
             and torch_prefix + m.source_name in rest
-            and len(set(shapes[m.target_name])) == 2
+            and len(set(shapes.get(m.target_name, ()))) == 2
         ]
         is_torch = 2 * sum(votes) > len(votes) if votes else declared == "pt"
-    if not is_torch:
-        if declared == "pt" and not mappings:
-            raise ValueError("the weights are PyTorch's, and PaddleNLP has no mapping of names for this model")
-        names = {name: paddle_prefix + name for name in shapes if paddle_prefix + name in rest}
-        return {name: rest.pop(source) for name, source in names.items()}, sorted(rest)
-    renamed = {}
-    for mapping in mappings:
-        source = torch_prefix + mapping.source_name
-        if source in rest:
-            renamed[mapping.target_name] = mapping.run(rest, source)
-    return renamed, sorted(rest)
+    if is_torch:
+        named = {}
+        for mapping in mappings:
+            source = torch_prefix + mapping.source_name
+            if source in rest:
+                named[mapping.target_name] = mapping.run(rest, source)
+    else:
+        # All under the prefix: what is not the model's may be parts of what it holds fused, or the reverse.
+        sources = [name for name in tensors if name.startswith(own_prefix)]
+        named = {name.removeprefix(own_prefix): rest.pop(name) for name in sources}
+    return named, sorted(rest)

@@ -14,8 +14,9 @@ from paddle import nn
 from paddle_infcl import checkpoints
 from paddle_infcl.checkpoints import SentenceConfig
 from paddle_infcl.data.templates import required_vocabulary
+from paddle_infcl.functional.vectors import l2_normalize
 from paddle_infcl.log import logger
-from paddle_infcl.pooling import POOLINGS, l2_normalize, pad_right, pool
+from paddle_infcl.pooling import POOLINGS, pad_right, pool
 
 # Model types whose attention is causal: a token never sees the padding on its right, so they need no padding mask.
 CAUSAL_TYPES = frozenset({"bloom", "gemma", "gpt", "llama", "mistral", "opt", "qwen2", "qwen2_moe"})

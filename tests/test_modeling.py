@@ -5,8 +5,9 @@ import numpy as np
 import paddle
 import pytest
 
+from paddle_infcl.functional.vectors import l2_normalize
 from paddle_infcl.modeling import SentenceEncoder
-from paddle_infcl.pooling import l2_normalize, pad_right, pool
+from paddle_infcl.pooling import pad_right, pool
 from tests.tiny_models import KINDS, VOCAB, backbone, batch, seed_all
 
 ALL_KINDS = (*KINDS, "gemma", "gpt", "llama", "mistral", "opt")

@@ -114,6 +114,26 @@ def test_a_sentence_embedding_as_paddlenlps_script_saves_it(tmp_path):
     np.testing.assert_array_equal(vectors(encoder, ids, mask), vectors(SentenceEncoder.wrap(model), ids, mask))
 
 
+FUSED = {"fuse_attention_qkv": True, "fuse_attention_ffn": True}
+
+
+@pytest.mark.parametrize("made_by", ["huggingface", "paddlenlp", "safetensors", "fused"])
+@pytest.mark.parametrize("wanted", [FUSED, dict.fromkeys(FUSED, False)])
+def test_fused_weights(tmp_path, made_by, wanted):
+    model = backbone("qwen2", seed=8)
+    ids, mask = batch()
+    expected = vectors(SentenceEncoder(model), ids, mask)
+    write_huggingface(model, tmp_path / "hf")
+    if made_by == "fused":
+        SentenceEncoder.from_pretrained(tmp_path / "hf", **FUSED).save_pretrained(tmp_path / "model")
+    elif made_by != "huggingface":
+        model.save_pretrained(str(tmp_path / "model"), safe_serialization=made_by == "safetensors")
+    folder = tmp_path / ("hf" if made_by == "huggingface" else "model")
+    encoder = SentenceEncoder.from_pretrained(folder, **wanted)
+    assert any("qkv_proj" in name for name in encoder.state_dict()) == wanted["fuse_attention_qkv"]
+    np.testing.assert_allclose(vectors(encoder, ids, mask), expected, atol=1e-6)
+
+
 def test_our_own_folder_round_trips_and_paddlenlp_reads_it(tmp_path):
     from paddlenlp.transformers import AutoModel
 
@@ -432,3 +452,5 @@ def test_a_folder_that_paddlenlp_has_written_its_weights_into(folder):
 def test_pytorch_weights_of_a_model_without_mapping_are_refused():
     with pytest.raises(ValueError, match="PyTorch's, and PaddleNLP has no mapping"):
         checkpoints.to_paddle_names({"a.weight": np.zeros((2, 3))}, [], {"a.weight": [3, 2]}, "pt")
+    with pytest.raises(ValueError, match="PyTorch's, and PaddleNLP has no mapping"):
+        checkpoints.to_paddle_names({"a.weight": np.zeros((3, 2))}, [], {"a.weight": [3, 2]}, "pytorch")
