@@ -12,40 +12,40 @@ from __future__ import annotations
 import numpy as np
 
 
-def _kept(block: dict, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+def kept(block: dict, left: np.ndarray, right: np.ndarray) -> np.ndarray:
     """[B, N] bool: which entries a row competes against, its own among them."""
     B, N = left.shape[0], right.shape[0]
-    kept = np.ones((B, N), bool)
+    entries = np.ones((B, N), bool)
     similarity = left @ right.T
     for i in range(B):
         for j in range(N):
             if block.get("owner") is not None and block.get("owner_rule") is not None:
                 owner, row = block["owner"][j], block.get("row_offset", 0) + i
                 if block["owner_rule"] == "only" and owner >= 0 and owner != row:
-                    kept[i, j] = False
+                    entries[i, j] = False
                 if block["owner_rule"] == "exclude" and owner == row:
-                    kept[i, j] = False
+                    entries[i, j] = False
             if block.get("row_ids") is not None:
                 a = np.atleast_1d(block["row_ids"][i])
                 b = np.atleast_1d(block["column_ids"][j])
                 if np.any((a == b) & (a >= 0)):
-                    kept[i, j] = False
+                    entries[i, j] = False
             if block.get("limit") is not None and similarity[i, j] > block["limit"][i] + block.get("slack", 0.0):
-                kept[i, j] = False
+                entries[i, j] = False
             guide = block.get("guide")
             if guide is not None and guide["left"][i] @ guide["right"][j] > guide["threshold"][i] + 1e-6:
                 own_negative = block.get("owner") is not None and block["owner"][j] == block.get("row_offset", 0) + i
                 if not (guide.get("keep_own") and own_negative):
-                    kept[i, j] = False
+                    entries[i, j] = False
     if block.get("own") is not None:
         for i, j in enumerate(block["own"]):
             if j >= 0:
-                kept[i, j] = True
+                entries[i, j] = True
     if block.get("self_column") is not None:
         for i, j in enumerate(block["self_column"]):
             if j >= 0:
-                kept[i, j] = False
-    return kept
+                entries[i, j] = False
+    return entries
 
 
 def _bonus(block: dict, similarity: np.ndarray) -> np.ndarray:
@@ -83,7 +83,7 @@ def info_nce(arrays: dict, groups: list, temperature: float, row_weights=None) -
         for block in group:
             left, right = arrays[block["left"]], arrays[block["right"]]
             s = left @ right.T
-            z = np.where(_kept(block, left, right), scale * s + _bonus(block, s), -np.inf)
+            z = np.where(kept(block, left, right), scale * s + _bonus(block, s), -np.inf)
             similarities.append(s)
             logits.append(z)
             if block.get("own") is not None:

@@ -9,7 +9,7 @@ import paddle
 from paddle import Tensor
 
 from paddle_infcl.functional.blocks import Block
-from paddle_infcl.functional.streaming import chunk_rows
+from paddle_infcl.functional.budget import chunk_rows
 from paddle_infcl.functional.tiles import accumulation_dtype, other_logits
 
 

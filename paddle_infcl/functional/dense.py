@@ -14,6 +14,7 @@ from paddle import Tensor
 from paddle.autograd import PyLayer
 
 from paddle_infcl.functional.blocks import Block
+from paddle_infcl.functional.row_losses import RowLoss
 from paddle_infcl.functional.streaming import GroupChunk, Plan, Sides
 
 
@@ -25,11 +26,13 @@ class _Dense(PyLayer):
         ctx.scale, weights = scale.detach().astype(dtype).reshape([]), plan.weights(dtype)
         loss = paddle.zeros([], dtype=dtype)
         ctx.chunks = []
-        for group, places in zip(plan.groups, plan.sides, strict=True):
-            chunk = GroupChunk(group, places, ctx.sides, ctx.scale, slice(0, plan.rows), referred=True)
+        ctx.weights = weights
+        for group, row_loss, places in zip(plan.groups, plan.row_losses, plan.sides, strict=True):
+            rows = slice(0, plan.rows)
+            chunk = GroupChunk(group, row_loss, places, ctx.sides, ctx.scale, rows, referred=True)
             loss = loss + (weights * chunk.losses()).sum()
             if plan.differentiates:
-                ctx.chunks.append((chunk, chunk.factors(weights)))
+                ctx.chunks.append(chunk)
         ctx.sides.transposed = None
         ctx.dtypes, ctx.scale_like = [t.dtype for t in tensors], scale
         return loss
@@ -41,8 +44,8 @@ class _Dense(PyLayer):
         dloss = dloss.astype(ctx.scale.dtype)
         ctx.sides.make_room()
         while chunks:
-            chunk, factors = chunks.pop()
-            dscale = dscale + chunk.add_gradients(factors * dloss, ctx.scale, ctx.sides)
+            chunk = chunks.pop()
+            dscale = dscale + chunk.add_gradients(ctx.weights * dloss, ctx.scale, ctx.sides)
             del chunk
         out = [
             None if g is None else g.astype(dtype) for g, dtype in zip(ctx.sides.gradients(), ctx.dtypes, strict=True)
@@ -51,7 +54,9 @@ class _Dense(PyLayer):
         return (dscale if ctx.plan.wants_scale else None, *out)
 
 
-def dense_info_nce(groups: Sequence[Sequence[Block]], scale: Tensor, row_weights: float | Tensor) -> Tensor:
+def dense_info_nce(
+    groups: Sequence[Sequence[Block]], scale: Tensor, row_weights: float | Tensor, row_loss: RowLoss | None = None
+) -> Tensor:
     """As `streaming_info_nce`, with all the logits of a group in memory: the `dense` backend."""
-    plan = Plan(groups, scale, row_weights, None)
+    plan = Plan(groups, scale, row_weights, None, row_loss)
     return _Dense.apply(plan, scale, *plan.tensors)

@@ -5,13 +5,14 @@ Rows are taken in chunks that fit a memory budget; a chunk sees all the columns 
 a chunk, with c_i the largest logit over the others (own and dropped entries are -inf):
 
     E_ij   = exp(z_ij - c_i)                  l_i = sum_j E_ij         lse_others_i = c_i + log l_i
-    loss_i = softplus(lse_others_i - own_i)
-    f_i    = w_i exp(c_i - logaddexp(lse_others_i, own_i))
+    loss_i, a_i, b_i = row_loss(lse_others_i, own_i)                   InfoNCE: softplus(lse_others_i - own_i)
+    f_i    = w_i a_i / l_i
     dleft  = scale f (E' @ right)             dright += E'^T @ (scale f left)
 
-where E' is E with -l_i at the own entry: f_i E'_ij is then the gradient of every logit, the own one among them, and
-the own coefficient is never formed as P - 1. Nothing else of size rows x columns is stored, and the gradients are
-ready when the loss is: the backward pass only multiplies them by the incoming gradient.
+a and b are the derivatives of the row's loss by lse_others and by own, and E' is E with b_i l_i / a_i at the own entry
+(-l_i for InfoNCE): f_i E'_ij is then the gradient of every logit, the own one among them, and the own coefficient is
+never formed as P - 1. Nothing else of size rows x columns is stored, and the gradients are ready when the loss is: the
+backward pass only multiplies them by the incoming gradient.
 """
 
 from __future__ import annotations
@@ -23,60 +24,9 @@ from paddle import Tensor
 from paddle.autograd import PyLayer
 
 from paddle_infcl.functional.blocks import Block
-from paddle_infcl.functional.tiles import accumulation_dtype, other_logits, own_logits, set_own
-
-CPU_BUDGET = 8 * 2**20
-DEVICE_BUDGET = 256 * 2**20
-
-
-def default_budget(groups: Sequence[Sequence[Block]]) -> int:
-    """Bytes for the tile of one chunk: 8 MiB on a CPU, near its caches; elsewhere 256 MiB or the inputs' size."""
-    first = groups[0][0].left
-    if first.place.is_cpu_place():
-        return CPU_BUDGET
-    tensors, _ = distinct_sides(groups)
-    return max(DEVICE_BUDGET, sum(t.size * t.element_size() for t in tensors))
-
-
-def distinct_sides(groups: Sequence[Sequence[Block]]) -> tuple[list[Tensor], list[list[tuple[int, int]]]]:
-    """The distinct tensors of all blocks, and for every block the places of its left and right among them."""
-    tensors: list[Tensor] = []
-    places: dict[int, int] = {}
-
-    def place(tensor: Tensor) -> int:
-        if id(tensor) not in places:
-            places[id(tensor)] = len(tensors)
-            tensors.append(tensor)
-        return places[id(tensor)]
-
-    sides = [[(place(block.left), place(block.right)) for block in group] for group in groups]
-    return tensors, sides
-
-
-def chunk_rows(groups: Sequence[Sequence[Block]], memory_budget: int | None) -> int:
-    """Rows per chunk so that the logits of the widest group fit the budget; at least one."""
-    budget = default_budget(groups) if memory_budget is None else memory_budget
-    itemsize = 8 if groups[0][0].left.dtype == paddle.float64 else 4
-    widest = max(sum(block.right.shape[0] * _bytes_per_entry(block, itemsize) for block in group) for group in groups)
-    return max(1, int(budget // max(widest, 1)))
-
-
-def _bytes_per_entry(block: Block, itemsize: int) -> int:
-    """Logits, a guide's similarities, hardness weights, and the masks on their way to one."""
-    arrays = 1 + (block.guide is not None) + 2 * (block.hardness is not None)
-    return arrays * itemsize + 3 * block.masks
-
-
-def logaddexp(a: Tensor, b: Tensor) -> Tensor:
-    """log(exp(a) + exp(b)) elementwise, exact for arguments that are far apart or -inf (both: -inf)."""
-    top = paddle.maximum(a, b)
-    safe = paddle.where(paddle.isinf(top), paddle.zeros_like(top), top)
-    return safe + paddle.log(paddle.exp(a - safe) + paddle.exp(b - safe))
-
-
-def softplus(x: Tensor) -> Tensor:
-    """log(1 + exp(x)) elementwise with full relative precision, 0 at -inf."""
-    return paddle.clip(x, min=0.0) + paddle.log1p(paddle.exp(-paddle.abs(x)))
+from paddle_infcl.functional.budget import chunk_rows, distinct_sides
+from paddle_infcl.functional.row_losses import InfoNCE, RowLoss, RowTerms, logaddexp, softplus  # noqa: F401
+from paddle_infcl.functional.tiles import accumulation_dtype, exponentials_, other_logits, own_logits, set_own
 
 
 class Plan:
@@ -86,14 +36,24 @@ class Plan:
 
     Attributes:
         groups: the checked groups.
+        row_losses: per group its row loss.
         tensors, sides: see `distinct_sides`.
         row_weights: float or [B].
         memory_budget: bytes or None.
         wanted: per tensor, whether its gradient is wanted; wants_scale: the same for 1/T.
     """
 
-    def __init__(self, groups: Sequence[Sequence[Block]], scale: Tensor, row_weights, memory_budget: int | None):
+    def __init__(
+        self,
+        groups: Sequence[Sequence[Block]],
+        scale: Tensor,
+        row_weights,
+        memory_budget: int | None,
+        row_loss: RowLoss | None = None,
+    ):
         self.groups, self.row_weights, self.memory_budget = groups, row_weights, memory_budget
+        row_loss = row_loss or InfoNCE()
+        self.row_losses = [row_loss.bind(group, scale.detach(), memory_budget) for group in groups]
         self.tensors, self.sides = distinct_sides(groups)
         on = paddle.is_grad_enabled()
         self.wanted = [on and not t.stop_gradient for t in self.tensors]
@@ -162,6 +122,8 @@ def safe_without_reference(plan: Plan, values: list[Tensor], scale: Tensor) -> b
     Then a chunk saves two of its four passes over the logits. e^60 times any number of columns, and its square in a
     gradient, are far inside the range of float32.
     """
+    if not all(row_loss.balanced for row_loss in plan.row_losses):
+        return False  # b l / a can be large
     norms = [float(t.square().sum(axis=1).max()) ** 0.5 for t in values]
     bound = 0.0
     for group, places in zip(plan.groups, plan.sides, strict=True):
@@ -175,13 +137,23 @@ class GroupChunk:
     """The others' exponentials of some rows of a group, and what follows from them.
 
     Attributes:
-        exps: per block [rows, N] E, 0 at own and dropped entries; `with_own_entries` puts -l at own.
+        exps: per block [rows, N] E, 0 at own and dropped entries; `add_gradients` fills in the own ones.
         top: [rows] c, or 0-d 0 without a reference.
-        total: [rows] l.
+        total: [rows] l, 0 in rows that compete with nothing.
         own: [rows] own logits.
+        terms: the rows' losses and their derivatives, unweighted.
     """
 
-    def __init__(self, group: Sequence[Block], places: list, sides: Sides, scale: Tensor, rows: slice, referred: bool):
+    def __init__(
+        self,
+        group: Sequence[Block],
+        row_loss: RowLoss,
+        places: list,
+        sides: Sides,
+        scale: Tensor,
+        rows: slice,
+        referred: bool,
+    ):
         self.group, self.places, self.rows = group, places, rows
         lefts = [sides.values[left][rows] for left, _ in places]
         self.own = None
@@ -193,56 +165,38 @@ class GroupChunk:
             other_logits(block, left, sides.transposed[r], scale, rows.start)
             for block, left, (_, r) in zip(group, lefts, places, strict=True)
         ]
-        self.top = self._reference() if referred else paddle.zeros([], dtype=scale.dtype)
+        self.top = reference(self.exps) if referred else paddle.zeros([], dtype=scale.dtype)
         self.total = paddle.zeros([rows.stop - rows.start], dtype=scale.dtype)
-        for exps in self.exps:
+        for block, exps in zip(group, self.exps, strict=True):
             if referred:
                 exps.subtract_(self.top.unsqueeze(1))
-            exps.exp_()
-            # As a product: several times faster on a CPU than a sum over a long axis.
-            ones = paddle.ones([exps.shape[1], 1], dtype=exps.dtype)
-            self.total.add_(paddle.matmul(exps, ones).squeeze(1))
-
-    def _reference(self) -> Tensor:
-        top = self.exps[0].max(axis=1)
-        for logits in self.exps[1:]:
-            top = paddle.maximum(top, logits.max(axis=1))
-        # A row without any other candidate: exp(-inf - 0) = 0, and its sum is 0.
-        return paddle.where(top == float("-inf"), paddle.zeros_like(top), top)
-
-    def lse_others(self) -> Tensor:
-        """[rows] log-sum-exp over the others, -inf where there are none."""
-        return self.top + paddle.log(self.total)
+            exponentials_(block, exps, rows.start)
+            self.total.add_(row_sums(exps))
+        self.terms = row_loss(self.top + paddle.log(self.total), self.own, rows)
 
     def losses(self) -> Tensor:
         """[rows] unweighted losses."""
-        return softplus(self.lse_others() - self.own)
+        return self.terms.losses
 
-    def factors(self, weights: Tensor) -> Tensor:
-        """[rows] f, given the rows' weights."""
-        return weights * paddle.exp(self.top - logaddexp(self.lse_others(), self.own))
-
-    def with_own_entries(self) -> list[Tensor]:
-        """Per block [rows, N] E': E with -l at the own entry."""
-        for block, exps in zip(self.group, self.exps, strict=True):
-            if block.own is not None:
-                set_own(exps, block.own[self.rows], -self.total)
-        return self.exps
-
-    def add_gradients(self, factors: Tensor, scale: Tensor, sides: Sides) -> Tensor:
-        """Adds the chunk's gradients to those of `sides`.
+    def add_gradients(self, weights: Tensor, scale: Tensor, sides: Sides) -> Tensor:
+        """Adds the chunk's gradients to those of `sides`; the chunk's exponentials are changed by it.
 
         Args:
-            factors: [rows] f.
+            weights: [rows] w.
             scale: 0-d.
             sides: the tensors and their gradients.
 
         Returns:
             0-d, the chunk's part of the gradient of `scale`.
         """
-        weight = (scale * factors).unsqueeze(1)
+        own, factors = own_entries(self.terms, self.total)
+        weight = (scale * weights * factors).unsqueeze(1)
         dscale = paddle.zeros([], dtype=scale.dtype)
-        for exps, (l, r) in zip(self.with_own_entries(), self.places, strict=True):
+        if self.terms.dscale is not None:
+            dscale = (weights * self.terms.dscale).sum()
+        for block, exps, (l, r) in zip(self.group, self.exps, self.places, strict=True):
+            if block.own is not None:
+                set_own(exps, block.own[self.rows], own)
             left = sides.values[l][self.rows]
             dleft = paddle.matmul(exps, sides.values[r]).multiply_(weight)
             # sum_j dz_ij <left_i, right_j> = <left_i, dleft_i> / scale: no product of its own.
@@ -252,6 +206,37 @@ class GroupChunk:
             if sides.dright[r] is not None:
                 sides.dright[r].addmm_((left * weight).T.contiguous(), exps)
         return dscale
+
+
+def reference(logits: Sequence[Tensor]) -> Tensor:
+    """[rows] the largest logit of every row over [rows, N] arrays; 0 in rows without any."""
+    top = logits[0].max(axis=1)
+    for others in logits[1:]:
+        top = paddle.maximum(top, others.max(axis=1))
+    return paddle.where(top == float("-inf"), paddle.zeros_like(top), top)
+
+
+def row_sums(matrix: Tensor) -> Tensor:
+    """[rows] sums of [rows, N]. As a product: several times faster on a CPU than a sum over a long axis."""
+    return paddle.matmul(matrix, paddle.ones([matrix.shape[1], 1], dtype=matrix.dtype)).squeeze(1)
+
+
+def own_entries(terms: RowTerms, total: Tensor) -> tuple[Tensor, Tensor]:
+    """What to write at the own entries of E, and the factors f / w of the rows: f E' is the logits' gradient.
+
+    Where the loss of a row does not depend on the others, E' would be infinite: there the others keep 1e-12 of the
+    own entry's share, which float32 doesn't see.
+    """
+    zeros = paddle.zeros_like(total)
+    if terms.balanced:
+        own = -total
+        return own, paddle.where(total > 0, terms.dothers / total, zeros)
+    alone = total <= 0
+    safe = paddle.where(alone, paddle.ones_like(total), total)
+    dothers = paddle.maximum(terms.dothers, 1e-12 * paddle.abs(terms.down))
+    nothing = paddle.logical_or(alone, dothers <= 0)
+    own = paddle.where(nothing, zeros, safe * terms.down / paddle.where(nothing, paddle.ones_like(dothers), dothers))
+    return own, paddle.where(nothing, zeros, dothers / safe)
 
 
 class _Streaming(PyLayer):
@@ -264,13 +249,13 @@ class _Streaming(PyLayer):
         sides.make_room()
         loss, dscale = paddle.zeros([], dtype=dtype), paddle.zeros([], dtype=dtype)
         step = chunk_rows(plan.groups, plan.memory_budget)
-        for group, places in zip(plan.groups, plan.sides, strict=True):
+        for group, row_loss, places in zip(plan.groups, plan.row_losses, plan.sides, strict=True):
             for start in range(0, plan.rows, step):
                 rows = slice(start, min(start + step, plan.rows))
-                chunk = GroupChunk(group, places, sides, s, rows, referred)
+                chunk = GroupChunk(group, row_loss, places, sides, s, rows, referred)
                 loss = loss + (weights[rows] * chunk.losses()).sum()
                 if plan.differentiates:
-                    dscale = dscale + chunk.add_gradients(chunk.factors(weights[rows]), s, sides)
+                    dscale = dscale + chunk.add_gradients(weights[rows], s, sides)
                 del chunk  # its tile, before the next one is made
         ctx.plan, ctx.grads, ctx.dscale = plan, sides.gradients(), dscale
         ctx.dtypes, ctx.scale_like = [t.dtype for t in tensors], scale
@@ -289,7 +274,11 @@ class _Streaming(PyLayer):
 
 
 def streaming_info_nce(
-    groups: Sequence[Sequence[Block]], scale: Tensor, row_weights: float | Tensor, memory_budget: int | None = None
+    groups: Sequence[Sequence[Block]],
+    scale: Tensor,
+    row_weights: float | Tensor,
+    memory_budget: int | None = None,
+    row_loss: RowLoss | None = None,
 ) -> Tensor:
     """The mean over groups of sum_i w_i loss_i, streamed: the `paddle` backend.
 
@@ -298,9 +287,10 @@ def streaming_info_nce(
         scale: one element, 1/T; gets its gradient when it wants one.
         row_weights: w, a float or [B].
         memory_budget: bytes that the logits of a chunk may take; None: `default_budget`.
+        row_loss: see `row_losses`; None is InfoNCE.
 
     Returns:
         0-d float32 (float64 for float64 inputs).
     """
-    plan = Plan(groups, scale, row_weights, memory_budget)
+    plan = Plan(groups, scale, row_weights, memory_budget, row_loss)
     return _Streaming.apply(plan, scale, *plan.tensors)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import paddle
 from paddle import Tensor
+from paddle.nn import functional
 
 from paddle_infcl.functional.blocks import Block, as_columns, slack
 
@@ -48,46 +49,58 @@ def other_logits(block: Block, left: Tensor, right_t: Tensor, scale: Tensor, sta
     Returns:
         [rows, N], freshly allocated: callers write into it.
     """
-    rows = left.shape[0]
-    if not block.masks:
-        logits = paddle.matmul(left * scale, right_t)
-    else:
+    if block.masks:
         similarity = paddle.matmul(left, right_t)
-        dropped = _dropped(block, similarity, start)
-        if block.hardness is None:
-            logits = similarity.multiply_(scale)
-        else:
-            logits = similarity * (scale + block.hardness.strength * _hardened(block, rows, start, similarity.dtype))
-        if dropped is not None:
-            logits.masked_fill_(dropped, _NEGATIVE_INFINITY)
+        return masked_logits(block, similarity, scale, start, fixed_mask(block, start, left.shape[0], left.dtype))
+    logits = paddle.matmul(left * scale, right_t)
     if block.own is not None:
-        _fill_columns(logits, block.own[start : start + rows], _NEGATIVE_INFINITY)
+        set_own(logits, block.own[start : start + left.shape[0]], _NEGATIVE_INFINITY)
     return logits
 
 
-def _fill_columns(matrix: Tensor, columns: Tensor, value: float) -> None:
-    """matrix[i, columns[i]] = value, in place, where columns[i] >= 0."""
-    rows, N = matrix.shape
-    index = columns.clip(min=0).unsqueeze(1)
-    values = paddle.full([rows, 1], value, dtype=matrix.dtype)
-    if int(columns.min()) < 0:
-        flat = (paddle.arange(rows, dtype="int64") * N).unsqueeze(1) + index
-        kept = matrix.reshape([-1]).index_select(flat.reshape([-1])).unsqueeze(1)
-        values = paddle.where(columns.unsqueeze(1) < 0, kept, values)
-    matrix.put_along_axis_(index, values, 1)
+def masked_logits(block: Block, similarity: Tensor, scale: Tensor, start: int, fixed: Tensor | None) -> Tensor:
+    """Logits from raw similarities of a block with rules.
+
+    Args:
+        similarity: [rows, N] <left_i, right_j>; becomes the logits where it can.
+        scale: 0-d, or [rows, 1].
+        start: number of the first row.
+        fixed: what `fixed_mask` says of these rows.
+
+    Returns:
+        [rows, N], with -inf at own and dropped entries.
+    """
+    rows = similarity.shape[0]
+    dropped = fixed
+    if block.limit is not None:
+        limit = block.limit[start : start + rows].astype(similarity.dtype).unsqueeze(1)
+        above = similarity > limit + slack(similarity.dtype)
+        dropped = _or(fixed, above)
+    if block.hardness is None:
+        logits = similarity.multiply_(scale)
+    else:
+        bonus = block.hardness.strength * _hardened(block, rows, start, similarity.dtype)
+        logits = similarity.multiply_(scale + bonus)
+    if dropped is not None:
+        logits.masked_fill_(dropped, _NEGATIVE_INFINITY)
+    if block.own is not None:
+        set_own(logits, block.own[start : start + rows], _NEGATIVE_INFINITY)
+    return logits
 
 
-def set_own(matrix: Tensor, columns: Tensor, values: Tensor) -> None:
-    """matrix[i, columns[i]] = values[i], in place, where columns[i] >= 0; rows without an own entry hold 0 there.
+def set_own(matrix: Tensor, columns: Tensor, values: Tensor | float) -> None:
+    """matrix[i, columns[i]] = values[i], in place, where columns[i] >= 0.
 
     Args:
         matrix: [rows, N].
         columns: [rows] int64.
-        values: [rows].
+        values: [rows], or one number for all.
     """
+    rows, N = matrix.shape
     index = columns.clip(min=0).unsqueeze(1)
+    if not isinstance(values, Tensor):
+        values = paddle.full([rows], values, dtype=matrix.dtype)
     if int(columns.min()) < 0:
-        rows, N = matrix.shape
         flat = (paddle.arange(rows, dtype="int64") * N).unsqueeze(1) + index
         kept = matrix.reshape([-1]).index_select(flat.reshape([-1]))
         values = paddle.where(columns < 0, kept, values)
@@ -107,38 +120,61 @@ def _hardened(block: Block, rows: int, start: int, dtype: paddle.dtype) -> Tenso
     return (mine if block.hardness.columns == "own" else ~mine).astype(dtype)
 
 
-def _dropped(block: Block, similarity: Tensor, start: int) -> Tensor | None:
-    """[rows, N] bool, or None when no rule drops anything. The own entry may be marked: the caller drops it anyway."""
-    rows = similarity.shape[0]
+def fixed_mask(block: Block, start: int, rows: int, dtype: paddle.dtype) -> Tensor | None:
+    """What the rules that don't look at the similarity drop: all but `limit`.
+
+    The own entry may be marked: the caller drops it anyway.
+
+    Returns:
+        [rows, N] bool, or None when none of these rules drops anything.
+    """
     part = slice(start, start + rows)
-    masks = []
+    guide, dropped = block.guide, None
     if block.self_column is not None:
-        columns = paddle.arange(similarity.shape[1], dtype="int64").unsqueeze(0)
-        masks.append(columns == block.self_column[part].unsqueeze(1))
+        columns = paddle.arange(block.right.shape[0], dtype="int64").unsqueeze(0)
+        dropped = columns == block.self_column[part].unsqueeze(1)
     if block.row_ids is not None:
         row_ids, column_ids = as_columns(block.row_ids)[part], as_columns(block.column_ids)
         for k in range(row_ids.shape[1]):
-            a, b = row_ids[:, k].unsqueeze(1), column_ids[:, k].unsqueeze(0)
-            masks.append((a == b).logical_and_(a >= 0))
+            # Row ids that match nothing become an id that no column has: one pass over the tile less.
+            a = paddle.where(row_ids[:, k] < 0, paddle.full_like(row_ids[:, k], -(2**62)), row_ids[:, k])
+            dropped = _or(dropped, a.unsqueeze(1) == column_ids[:, k].unsqueeze(0))
     mine = None
-    if block.owner is not None:
+    if block.owner_rule is not None or (guide is not None and guide.keep_own):
         mine = block.owner.unsqueeze(0) == _row_numbers(block, rows, start)
     if block.owner_rule == "only":
-        masks.append((~mine).logical_and_(block.owner.unsqueeze(0) >= 0))
+        dropped = _or(dropped, (~mine).logical_and_(block.owner.unsqueeze(0) >= 0))
     elif block.owner_rule == "exclude":
-        masks.append(mine)
-    if block.limit is not None:
-        limit = block.limit[part].astype(similarity.dtype).unsqueeze(1)
-        masks.append(similarity > limit + slack(similarity.dtype))
-    if block.guide is not None:
-        guide = block.guide
-        dtype = accumulation_dtype(guide.left.dtype)
-        seen = paddle.matmul(_as(guide.left[part], dtype), _as(guide.right, dtype), transpose_y=True)
-        false_negative = seen > guide.threshold[part].astype(dtype).unsqueeze(1) + slack(dtype)
-        masks.append(false_negative.logical_and_(~mine) if guide.keep_own else false_negative)
-    if not masks:
-        return None
-    dropped = masks[0]
-    for mask in masks[1:]:
-        dropped = dropped.logical_or_(mask)
+        dropped = _or(dropped, mine)
+    if guide is not None:
+        wide = accumulation_dtype(guide.left.dtype)
+        seen = paddle.matmul(_as(guide.left[part], wide), _as(guide.right, wide), transpose_y=True)
+        above = seen > guide.threshold[part].astype(wide).unsqueeze(1) + slack(wide)
+        del seen
+        dropped = _or(dropped, above.logical_and_(~mine) if guide.keep_own else above)
     return dropped
+
+
+def _or(dropped: Tensor | None, mask: Tensor) -> Tensor:
+    return mask if dropped is None else mask.logical_or_(dropped)
+
+
+def exponentials_(block: Block, logits: Tensor, start: int) -> Tensor:
+    """exp(logits) in place, with exact zeros at dropped and own entries.
+
+    Vectorised exp(-inf) is the smallest normal number, not 0: a row that competes with nothing would have a loss.
+
+    Args:
+        block: the block.
+        logits: [rows, N] logits, less than about 80.
+        start: number of the first row.
+
+    Returns:
+        `logits`.
+    """
+    logits.exp_()
+    if block.masks:
+        functional.thresholded_relu_(logits, 1e-37)
+    elif block.own is not None:
+        set_own(logits, block.own[start : start + logits.shape[0]], 0.0)
+    return logits
