@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Log-probabilities of labels from hidden states and the output matrix: the tiles of the contrastive loss.
+
+z_ij = <hidden_i, weight_j> / T            never stored: two passes over tiles, see two_pass.py
+logprob_i = -softplus(others_i - own_i)    others_i the log-sum-exp without the label, own_i its logit
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import paddle
+from paddle.autograd import PyLayer
+
+from . import one_pass, two_pass
+from .driver import empty, is_interpreting, launch
+from .gradients import Gradient
+from .launch import Similarity, cdiv
+from .rows import loss_kernel
+from .views import number
+
+_LEAST_BUDGET = 256 << 20
+
+
+@dataclass(eq=False)
+class _Vocabulary:
+    """A block without any mask but the label's own column."""
+
+    left: Any
+    right: Any
+    own: Any
+    self_column: Any = None
+    row_ids: Any = None
+    column_ids: Any = None
+    owner: Any = None
+    row_offset: int = 0
+    owner_rule: Any = None
+    limit: Any = None
+    guide: Any = None
+    hardness: Any = None
+
+
+def linear_logprobs_of_labels(hidden, weight, labels, *, temperature: float = 1.0, memory_budget: int | None = None):
+    """log softmax(hidden @ weight^T / T) at the labels.
+
+    Args:
+        hidden: [R, D] fp32, bf16 or fp16.
+        weight: [V, D], same dtype.
+        labels: [R] int64, 0 ... V - 1.
+        temperature: T.
+        memory_budget: bytes of scratch; None: the inputs' size, at least 256 MiB.
+
+    Returns:
+        [R] fp32, with gradients for hidden and weight.
+    """
+    return _Linear.apply(hidden, weight, _Work(hidden, weight, labels, 1.0 / temperature, memory_budget))
+
+
+def linear_label_terms(hidden, weight, labels, *, temperature: float = 1.0, memory_budget: int | None = None):
+    """The two numbers per row that one shard of the vocabulary adds to a log-probability.
+
+    Args: as `linear_logprobs_of_labels`, with fp32 or bf16, and labels counted from the shard's first row; -1: the
+        label is in another shard.
+
+    Returns:
+        own [R], the label's logit or -inf; others [R], the log-sum-exp of the shard's other logits. Both fp32, with
+        gradients for hidden and weight.
+    """
+    if hidden.dtype == paddle.float16:
+        raise TypeError("shards of the vocabulary need float32 or bfloat16, got float16")
+    return _Terms.apply(hidden, weight, _Work(hidden, weight, labels, 1.0 / temperature, memory_budget))
+
+
+class _Work:
+    """What both layers share: the block, its first pass, and the gradients of its second."""
+
+    def __init__(self, hidden, weight, labels, scale, memory_budget):
+        learns = paddle.is_grad_enabled()
+        self.wanted = [learns and not t.stop_gradient for t in (hidden, weight)]
+        self.s = Similarity(_Vocabulary(hidden.detach(), weight.detach(), labels))
+        self.plain_scale, self.scale = scale, number(scale)
+        self.budget = memory_budget or max(_LEAST_BUDGET, sum(t.size * t.element_size() for t in (hidden, weight)))
+        self.own = self.others = None
+
+    def first_pass(self) -> None:
+        self.others = empty([self.s.B], paddle.float32, self.s.left)
+        two_pass.streaming_lse(self.s, self.scale, self.others, merge=False, budget=self.budget)
+        self.own = one_pass.own_similarity_of(self.s, None)
+
+    def second_pass(self, factors) -> tuple:
+        chunks = cdiv(self.s.B, two_pass.chunk(self.s, self.budget)[0])
+        sides = [
+            Gradient(t, once=writes == 1) if wanted else None
+            for t, writes, wanted in zip((self.s.left, self.s.right), (1, chunks), self.wanted, strict=True)
+        ]
+        two_pass.gradients(self.s, self.scale, *factors, left=sides[0], right=sides[1], budget=self.budget)
+        return tuple(None if side is None else side.result() for side in sides)
+
+
+class _Linear(PyLayer):
+    @staticmethod
+    def forward(ctx, hidden, weight, work):
+        # Paddle ties the gradients to the tensors; the work holds them detached.
+        work.first_pass()
+        logprobs = empty([work.s.B], paddle.float32, hidden)
+        # The interpreter hands over bare floats, and the kernel asks for the type.
+        minus = paddle.full([work.s.B], -1.0) if is_interpreting() else -1.0
+        launch(
+            loss_kernel, (cdiv(work.s.B, 256),), work.others, work.own, work.scale, minus, 1.0, logprobs, work.s.B,
+            ROWS=256,
+        )  # fmt: skip
+        ctx.work = work
+        return logprobs
+
+    @staticmethod
+    def backward(ctx, g):
+        work = ctx.work
+        g = g.contiguous()
+        factors = two_pass.row_factors(work.s, work.others, work.own, work.scale, g, -1.0, None)
+        return work.second_pass(factors)
+
+
+class _Terms(PyLayer):
+    @staticmethod
+    def forward(ctx, hidden, weight, work):
+        # Paddle ties the gradients to the tensors; the work holds them detached.
+        work.first_pass()
+        ctx.work = work
+        # The label's logit is scaled by Paddle: one number per row.
+        return work.own * work.plain_scale, work.others.clone()
+
+    @staticmethod
+    def backward(ctx, g_own, g_others):
+        work = ctx.work
+        reference, factor, _, gain = two_pass.row_factors(
+            work.s, work.others, None, work.scale, g_others.contiguous(), 1.0, None
+        )
+        return work.second_pass((reference, factor, g_own.contiguous(), gain))
