@@ -81,6 +81,8 @@ class Block:
         limit: [B] float32 (float64 for float64 vectors): drop when <left_i, right_j> > limit_i + slack.
         guide: see `Guide`.
         hardness: see `Hardness`.
+        local: in training on several processes the columns of a block are those of all processes; True: this one's
+            alone. One process does not look at it.
     """
 
     left: Tensor
@@ -95,6 +97,7 @@ class Block:
     limit: Tensor | None = None
     guide: Guide | None = None
     hardness: Hardness | None = None
+    local: bool = False
 
     @property
     def masks(self) -> bool:
