@@ -61,6 +61,10 @@ def test_pad_right_keeps_the_order_of_tokens_and_closes_gaps():
     ids, mask = pad_right(ids, mask)
     assert mask.tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 0, 0], [1, 1, 0, 0, 0]]
     assert [row[:n] for row, n in zip(ids.tolist(), (3, 3, 2), strict=True)] == [[1, 2, 3], [1, 2, 3], [4, 5]]
+    long = np.arange(3000).reshape(1, -1)
+    keep = np.random.default_rng(0).random((1, 3000)) < 0.5
+    moved, _ = pad_right(paddle.to_tensor(long), paddle.to_tensor(keep.astype("int64")))
+    np.testing.assert_array_equal(moved.numpy()[0, : keep.sum()], long[keep])
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-3, 1.0, 1e30])
@@ -137,6 +141,26 @@ def test_protocol_gives_both_sides_and_refuses_a_loss():
     np.testing.assert_array_equal(inputs["passages"]["input_ids"].numpy(), p_ids)
     with pytest.raises(ValueError, match="no loss of its own"):
         encoder(**inputs, return_encode=False)
+
+
+class Spy(paddle.nn.Layer):
+    """A backbone that remembers what it was called with."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.config = inner, inner.config
+
+    def forward(self, input_ids, attention_mask=None, use_cache=None, return_dict=None):
+        self.seen = {"attention_mask": attention_mask, "use_cache": use_cache, "return_dict": return_dict}
+        return self.inner(input_ids, **self.seen)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "bert"])
+def test_backbones_keep_no_cache_and_causal_ones_need_no_mask(kind):
+    spy = Spy(backbone(kind))
+    SentenceEncoder(spy).encode(*batch())
+    assert spy.seen["use_cache"] is False and spy.seen["return_dict"] is False
+    assert (spy.seen["attention_mask"] is None) == (kind == "qwen2")
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])

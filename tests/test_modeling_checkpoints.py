@@ -30,7 +30,7 @@ def contents(folder):
     return {p: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-def expected_vectors(kind, tensors, ids, mask, pooling):
+def expected_vectors(kind, tensors, ids, mask, pooling, eps=None):
     """By the forward pass in NumPy, from the tensors as they are in the file."""
     rows = []
     for row, m in zip(ids, mask, strict=True):
@@ -38,10 +38,10 @@ def expected_vectors(kind, tensors, ids, mask, pooling):
         if kind == "qwen2":
             hidden = numpy_encoders.qwen2_hidden(tensors, tokens, layers=2, heads=4, kv_heads=2, eps=1e-6, theta=1e4)
         else:
-            start, eps = (2, 1e-5) if "roberta" in kind else (0, 1e-12)
+            start, usual = (2, 1e-5) if "roberta" in kind else (0, 1e-12)
             task = 0 if kind == "ernie" else None
             hidden = numpy_encoders.bert_hidden(
-                tensors, tokens, layers=2, heads=4, eps=eps, first_position=start, task_id=task
+                tensors, tokens, layers=2, heads=4, eps=eps or usual, first_position=start, task_id=task
             )
         rows.append(numpy_encoders.embedding(hidden, pooling))
     return np.stack(rows)
@@ -61,6 +61,18 @@ def test_a_hugging_face_folder_gives_what_its_weights_mean(tmp_path, kind, shard
     expected = expected_vectors(kind, huggingface_tensors(model), ids, mask, encoder.pooling)
     np.testing.assert_allclose(vectors(encoder, ids, mask), expected, atol=3e-6)
     assert contents(tmp_path) == before
+
+
+def test_the_checkpoints_epsilon_is_used_also_where_paddlenlp_fixes_its_own(tmp_path):
+    model = backbone("ernie", seed=3)
+    write_huggingface(model, tmp_path / "in", layer_norm_eps=1e-3)
+    encoder = SentenceEncoder.from_pretrained(tmp_path / "in")
+    ids, mask = batch()
+    expected = expected_vectors("ernie", huggingface_tensors(model), ids, mask, "mean", eps=1e-3)
+    np.testing.assert_allclose(vectors(encoder, ids, mask), expected, atol=3e-6)
+    encoder.save_pretrained(tmp_path / "out")
+    again = SentenceEncoder.from_pretrained(tmp_path / "out")
+    np.testing.assert_allclose(vectors(again, ids, mask), expected, atol=3e-6)
 
 
 def test_bf16_weights_are_read(tmp_path):

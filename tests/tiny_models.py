@@ -64,6 +64,7 @@ def huggingface_tensors(model) -> dict[str, np.ndarray]:
         if mapping.target_name in state:
             value = state[mapping.target_name]
             tensors[mapping.source_name] = np.ascontiguousarray(value.T if mapping.action == "transpose" else value)
+    assert len(tensors) == len(state), "a weight is left out"
     return tensors
 
 
