@@ -32,9 +32,16 @@ def minus_expm1_(x):
 
 
 @triton.jit
+def offset_(column, stride, WIDE: tl.constexpr):
+    if WIDE:
+        return column.to(tl.int64) * stride
+    return column * stride
+
+
+@triton.jit
 def label_forward_kernel(
     logits, labels, logprobs, tops, log_sums, entropies, n1, n2, s0, s1, s2, sv, l0, l1, l2, V, scale, ignore_index,
-    HAS_IGNORE: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_IGNORE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row's log-probability.
 
@@ -44,6 +51,7 @@ def label_forward_kernel(
         logprobs, tops, log_sums, entropies: [rows] fp32, rows counted (a, b, t) with n1 of b and n2 of t; all but the
             first may be None.
         ignore_index: rows with this label get 0 and are not read (HAS_IGNORE).
+        WIDE: whether offsets within a row need 64 bits.
     """
     row = tl.program_id(0).to(tl.int64)
     t = row % n2
@@ -67,10 +75,11 @@ def label_forward_kernel(
     m = tl.full([], float("-inf"), tl.float32)
     l = tl.full([], 0.0, tl.float32)
     dot = tl.full([], 0.0, tl.float32)
+    label = label.to(tl.int32)
     columns = tl.arange(0, BLOCK)
     for start in range(0, V, BLOCK):
         at = start + columns
-        z = tl.load(base + at.to(tl.int64) * sv, mask=at < V, other=float("-inf")).to(tl.float32)
+        z = tl.load(base + offset_(at, sv, WIDE), mask=at < V, other=float("-inf")).to(tl.float32)
         z = tl.where(at == label, float("-inf"), z)
         new = tl.maximum(m, tl.max(z, axis=0))
         safe = tl.where(new == float("-inf"), 0.0, new)
@@ -107,7 +116,7 @@ def label_forward_kernel(
 @triton.jit
 def label_backward_kernel(
     logits, labels, dlogits, logprobs, tops, log_sums, entropies, g, h, n1, n2, T, s0, s1, s2, sv, l0, l1, l2,
-    d0, d1, d2, dv, V, scale, ignore_index, HAS_IGNORE: tl.constexpr, BLOCK: tl.constexpr,
+    d0, d1, d2, dv, V, scale, ignore_index, HAS_IGNORE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row's gradient; `dlogits` may be `logits`.
 
@@ -130,8 +139,9 @@ def label_backward_kernel(
         for start in range(0, V, BLOCK):
             at = start + columns
             zeros = tl.zeros((BLOCK,), dtype=tl.float32).to(dlogits.dtype.element_ty)
-            tl.store(out + at.to(tl.int64) * dv, zeros, mask=at < V)
+            tl.store(out + offset_(at, dv, WIDE), zeros, mask=at < V)
         return
+    label = label.to(tl.int32)
     row = (row // T) * n2 + t
     base = logits + (a * s0 + b * s1 + t * s2)
     top = tl.load(tops + row)
@@ -145,7 +155,7 @@ def label_backward_kernel(
         own -= bend * tl.exp(logprob) * (tl.maximum(logprob, LOWEST) + entropy)
     for start in range(0, V, BLOCK):
         at = start + columns
-        z = tl.load(base + at.to(tl.int64) * sv, mask=at < V, other=0.0).to(tl.float32)
+        z = tl.load(base + offset_(at, sv, WIDE), mask=at < V, other=0.0).to(tl.float32)
         logp = (z - top) * scale - log_sum
         p = tl.exp2(logp * LOG2E)
         if h is not None:
@@ -153,4 +163,4 @@ def label_backward_kernel(
         else:
             dz = -p * weight
         dz = tl.where(at == label, own, dz)
-        tl.store(out + at.to(tl.int64) * dv, dz.to(dlogits.dtype.element_ty), mask=at < V)
+        tl.store(out + offset_(at, dv, WIDE), dz.to(dlogits.dtype.element_ty), mask=at < V)

@@ -65,6 +65,7 @@ class _Walk:
         axes = [[1, 0, 0]] * (2 - len(axes)) + axes
         (self.n0, *_), (self.n1, *_) = axes[-2:]
         self.logits = (axes[-2][1], axes[-2 + 1][1], *logits.strides[-2:])
+        self.wide = self.V * logits.strides[-1] >= 2**31
         self.labels = (axes[-2][2], axes[-2 + 1][2], labels.strides[-1])
 
     def contiguous(self) -> tuple[int, int, int, int]:
@@ -76,7 +77,8 @@ class _Walk:
 def _tile(logits) -> dict:
     """Entries per step and warps: 16 KiB of logits in flight per program."""
     if driver.is_interpreting():
-        return {"BLOCK": 64}
+        # Where every step is slow: several steps for small vocabularies, few for large ones.
+        return {"BLOCK": 64 if logits.shape[-1] <= 512 else 4096}
     block = _BYTES_PER_TILE // logits.element_size()
     V = logits.shape[-1]
     while block > 256 and block // 2 >= V:
@@ -104,7 +106,7 @@ class _LabelLogprobs(PyLayer):
             driver.launch(
                 label_forward_kernel, (logprobs.size,),
                 logits, labels, logprobs, top, log_sum, entropy, walk.n1, walk.n2, *walk.logits, *walk.labels, walk.V,
-                scale, ignore_index or 0, HAS_IGNORE=ignore_index is not None, **_tile(logits),
+                scale, ignore_index or 0, HAS_IGNORE=ignore_index is not None, WIDE=walk.wide, **_tile(logits),
             )  # fmt: skip
         if wanted:
             ctx.save_for_backward(logits, labels)
@@ -133,7 +135,7 @@ class _LabelLogprobs(PyLayer):
                 logits, labels, dlogits, logprobs, top, log_sum, entropy if h is not None else None,
                 g.contiguous(), None if h is None else h.contiguous(), walk.n1, walk.n2, walk.T, *walk.logits,
                 *walk.labels, *strides, walk.V, scale, ignore_index or 0, HAS_IGNORE=ignore_index is not None,
-                **_tile(logits),
+                WIDE=walk.wide, **_tile(logits),
             )  # fmt: skip
         return dlogits, None
 

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the benchmark runs: sizes and kinds of losses, the same for every implementation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TEMPERATURE = 0.02
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the benchmark.
+
+    Attributes:
+        name: how results refer to it.
+        B, N, D: queries, passages, width.
+        kind: "plain", "ids", "margin", "guide" (a guide of 384 dimensions), "lse" (value only).
+        dtype: of the vectors.
+        budget: memory_budget in bytes, None for the default.
+    """
+
+    name: str
+    B: int
+    N: int
+    D: int
+    kind: str = "plain"
+    dtype: str = "bfloat16"
+    budget: int | None = None
+
+    @property
+    def flop(self) -> float:
+        """Operations of the three products of loss and gradients; a value alone needs one of them."""
+        return (2.0 if self.kind == "lse" else 6.0) * self.B * self.N * self.D
+
+
+_K = 1024
+CASES = {
+    case.name: case
+    for case in (
+        Case("8k", 8 * _K, 8 * _K, 1024),
+        Case("32k", 32 * _K, 32 * _K, 1024),
+        Case("32k x 128k", 32 * _K, 128 * _K, 1024),
+        Case("128k", 128 * _K, 128 * _K, 1024),
+        Case("64k, D 1536", 64 * _K, 64 * _K, 1536),
+        Case("128k, D 384", 128 * _K, 128 * _K, 384),
+        Case("128k, 64 MiB", 128 * _K, 128 * _K, 1024, budget=64 << 20),
+        Case("32k, ids", 32 * _K, 32 * _K, 1024, kind="ids"),
+        Case("32k, fp16", 32 * _K, 32 * _K, 1024, dtype="float16"),
+        Case("32k, fp16, margin", 32 * _K, 32 * _K, 1024, kind="margin", dtype="float16"),
+        Case("32k, margin", 32 * _K, 32 * _K, 1024, kind="margin"),
+        Case("32k, guide", 32 * _K, 32 * _K, 1024, kind="guide"),
+        Case("32k, blocks", 32 * _K, 32 * _K, 1024, kind="blocks"),
+        Case("32k, blocks, guide", 32 * _K, 32 * _K, 1024, kind="blocks guide"),
+        Case("32k, value", 32 * _K, 32 * _K, 1024, kind="lse"),
+        Case("8k, fp32", 8 * _K, 8 * _K, 1024, dtype="float32"),
+        Case("1M", 1024 * _K, 1024 * _K, 1024),
+    )
+}

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the gradient of a tensor is gathered: in fp32 when several products add to it, else straight in its dtype."""
+
+from __future__ import annotations
+
+import paddle
+
+from .driver import empty, launch
+from .rows import scale_kernel
+from .views import number
+
+_BLOCK = 4096
+
+
+def fill_zeros(out) -> None:
+    """out = 0; `out` is contiguous."""
+    _scale(None, out, 1.0)
+
+
+def scaled(x, factor, dtype):
+    """x * factor as a new tensor of `dtype`; factor is a number or a tensor of one element."""
+    out = empty(x.shape, dtype, x)
+    _scale(x, out, factor)
+    return out
+
+
+def _scale(x, out, factor) -> None:
+    n = out.size
+    if n:
+        launch(scale_kernel, (-(-n // _BLOCK),), x, out, number(factor), n, BLOCK=_BLOCK, num_warps=8)
+
+
+class Gradient:
+    """The gradient of one tensor [rows, D], which several blocks may add to.
+
+    Args:
+        like: the tensor.
+        once: whether exactly one launch per row will write, so that no fp32 accumulator is needed.
+        zeros: whether writers touch rows in no particular order, so that it has to start at zero.
+    """
+
+    def __init__(self, like, *, once: bool, zeros: bool = False):
+        self.like = like
+        self.once = once
+        self.buffer = empty(like.shape, like.dtype if once else paddle.float32, like)
+        self.written = False
+        if zeros:
+            fill_zeros(self.buffer)
+            self.written = True
+
+    def result(self):
+        """The gradient in the tensor's dtype; the accumulator is given up."""
+        buffer, self.buffer = self.buffer, None
+        if not self.written:
+            fill_zeros(buffer)
+        return buffer if buffer.dtype == self.like.dtype else scaled(buffer, 1.0, self.like.dtype)

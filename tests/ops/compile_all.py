@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles, without a GPU, every kernel launch that the contrastive operators make.
+
+    python tests/ops/compile_all.py 90
+
+Runs the real launchers on CPU tensors as if they lay on a GPU of that architecture. `launch` compiles what it is asked
+to run instead of running it, once for every signature. Prints a line per kernel with its resources. A process of its
+own: the tests' process has Triton's interpreter on.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+assert not os.environ.get("TRITON_INTERPRET"), "kernels of the interpreter can't be compiled"
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "ops" / "src")]
+
+import paddle  # noqa: E402
+import triton  # noqa: E402
+from paddle_infcl_ops import contrastive, gradients, launch, one_pass, tuning, two_pass  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int64": "i64", "int32": "i32"}
+# Shared memory that one program may have, bytes.
+SHARED = {80: 163 * 1024, 90: 227 * 1024}
+compiled: dict = {}
+
+
+def type_of(x) -> str:
+    return TYPES[str(x.dtype).split(".")[-1]]
+
+
+def signature_of(kernel, args, meta):
+    """(signature, constants, attributes) as Triton's own specialization would find them."""
+    signature, constants, attributes = {}, {}, {}
+    options = {"num_warps", "num_stages"}
+    given = dict(zip(kernel.arg_names, args, strict=False)) | {k: v for k, v in meta.items() if k not in options}
+    assert set(given) == set(kernel.arg_names), set(given) ^ set(kernel.arg_names)
+    for position, name in enumerate(kernel.arg_names):
+        value, parameter = given[name], kernel.params[position]
+        if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
+            signature[name], constants[(position,)] = "constexpr", value
+        elif hasattr(value, "block_shape"):
+            block = ",".join(map(str, value.block_shape))
+            signature[name] = f"tensordesc<{type_of(value.base)}[{block}]>"
+        elif hasattr(value, "data_ptr"):
+            signature[name] = "*" + type_of(value)
+            if value.data_ptr() % 16 == 0:
+                attributes[(position,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, int):
+            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            if value % 16 == 0 and not parameter.do_not_specialize:
+                attributes[(position,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "fp32"
+    return signature, constants, attributes
+
+
+def compile_launch(kernel, grid, *args, **meta):
+    """Stands for `driver.launch`."""
+    signature, constants, attributes = signature_of(kernel, args, meta)
+    options = {k: meta[k] for k in ("num_warps", "num_stages") if k in meta}
+    key = str((kernel.__name__, signature, constants, attributes, options))
+    if key in compiled:
+        return
+    source = ASTSource(kernel, signature, constants, attributes)
+    result = triton.compile(source, target=GPUTarget("cuda", ARCH, 32), options=options)
+    compiled[key] = result
+    shared = result.metadata.shared
+    registers, stack = resources(result.asm["cubin"])
+    mode = {k: v for k, v in meta.items() if k in ("MODE", "TRANS_A", "TMA", "ACCUMULATE", "BM", "BN", "IDS")}
+    print(f"{kernel.__name__:18s} registers {registers:3d} stack {stack:5d} shared {shared:6d} {options} {mode}", flush=True)
+    assert shared <= SHARED[ARCH], f"{kernel.__name__} needs {shared} bytes of shared memory"
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    if not tool.exists():
+        return -1, -1
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    return (int(found[1]), int(found[2])) if found else (-1, -1)
+
+
+def block(left, right, own=None, **fields):
+    names = ("self_column", "row_ids", "column_ids", "owner", "owner_rule", "limit", "guide", "hardness")
+    return SimpleNamespace(left=left, right=right, own=own, row_offset=0, **{n: fields.get(n) for n in names})
+
+
+def losses(dtype: str, width: int):
+    """The losses whose launches are compiled."""
+    rows = 256
+    index = paddle.zeros([rows], dtype="int64")
+    q, p = (paddle.zeros([rows, width]).astype(dtype).detach() for _ in range(2))
+    q.stop_gradient = p.stop_gradient = False
+    guide = SimpleNamespace(left=q.detach(), right=p.detach(), threshold=paddle.zeros([rows]), keep_own=True)
+    hard = SimpleNamespace(strength=1.0, columns="others")
+    ids = paddle.zeros([rows, 2], dtype="int64")
+    yield [[block(q, p, index)]]
+    if width != 512:
+        return
+    yield [[block(q, p, index, self_column=index, row_ids=ids, column_ids=ids)]]
+    yield [[block(q, p, index), block(q, q, self_column=index)]]
+    yield [[block(q, p, index, owner=index, owner_rule="only", limit=paddle.zeros([rows]), guide=guide, hardness=hard)]]
+
+
+def main() -> None:
+    tuning.device = lambda tensor: (ARCH, 132)
+    for module in (contrastive, gradients, launch, one_pass, two_pass):
+        module.launch = compile_launch
+    one_pass.FEWEST_ROWS = 1
+    widths = {"bfloat16": (33, 384, 512, 1024), "float16": (512, 1024), "float32": (33, 512)}
+    for dtype in widths:
+        for width in widths[dtype]:
+            for groups, small in itertools.product(losses(dtype, width), (None, 256 * 1024)):
+                # chunks of both passes: dright is stored once or added up
+                scale = paddle.to_tensor([50.0])
+                scale.stop_gradient = False
+                contrastive.info_nce(groups, scale=scale, row_weights=1.0, memory_budget=small).backward()
+    with paddle.no_grad():
+        contrastive.info_nce([[block(q := paddle.zeros([256, 768]).astype("bfloat16"), q, paddle.zeros([256], dtype="int64"))]],
+                             scale=50.0, row_weights=paddle.ones([256]))  # fmt: skip
+    print(f"{len(compiled)} launches compile for sm_{ARCH}")
+
+
+if __name__ == "__main__":
+    ARCH = int(sys.argv[1])
+    main()
