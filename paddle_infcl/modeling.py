@@ -191,6 +191,8 @@ class SentenceEncoder(nn.Layer):
         said = checkpoints.read_sentence_config(folder, pooling=pooling)
         if normalize is None:
             normalize = said.normalize is not False
+            if not normalize:
+                logger.info("%s: modules.json has no Normalize, so embeddings keep their length", folder)
         backbone = _load_backbone(folder / said.subfolder, dtype, overrides)
         return cls(backbone, said.pooling, normalize, max_seq_length or said.max_seq_length, said.prompts)
 

@@ -57,6 +57,15 @@ class RetrievalEvaluator:
     Raises:
         ValueError: an empty corpus, queries without a relevant document, judgements of unknown ids, texts that are
             blank: all of them in one message, counted, the first ones named.
+
+    Example:
+        >>> import numpy as np
+        >>> from paddle_infcl import RetrievalEvaluator
+        >>> vectors = {"rouge": [1.0, 0.0], "red": [0.9, 0.1], "green": [0.2, 0.8], "blue": [0.0, 1.0]}
+        >>> evaluator = RetrievalEvaluator({"q": "rouge"}, {"r": "red", "g": "green", "b": "blue"}, {"q": ["r"]})
+        >>> metrics = evaluator(lambda texts, kind: np.array([vectors[text] for text in texts]))
+        >>> float(metrics["mrr@10"])
+        1.0
     """
 
     def __init__(
