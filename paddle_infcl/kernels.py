@@ -79,3 +79,9 @@ def triton_info_nce(groups, scale: Tensor, row_weights: float | Tensor, memory_b
     """`paddle_infcl_ops.info_nce`; call it only when `choose_backend` says "triton"."""
     ops, _, _ = _load_ops()
     return ops.info_nce(groups, scale=scale, row_weights=row_weights, memory_budget=memory_budget)
+
+
+def triton_block_functions() -> tuple:
+    """`block_lse` and `block_grads` of `paddle_infcl_ops`; call it only when `choose_backend` says "triton"."""
+    ops, _, _ = _load_ops()
+    return ops.block_lse, ops.block_grads
