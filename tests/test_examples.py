@@ -8,7 +8,7 @@ import importlib
 
 import pytest
 
-MODULES = ["paddle_infcl.functional.contrastive"]
+MODULES = ["paddle_infcl.functional.contrastive", "paddle_infcl.evaluation.retrieval", "paddle_infcl.arguments"]
 
 
 @pytest.mark.parametrize("name", MODULES)
