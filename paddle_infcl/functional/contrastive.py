@@ -11,8 +11,12 @@ from paddle import Tensor
 from paddle_infcl import kernels
 from paddle_infcl.functional.blocks import Block, check_groups, own_columns
 from paddle_infcl.functional.dense import dense_info_nce
+from paddle_infcl.functional.hops import block_functions
+from paddle_infcl.functional.row_losses import Debiased, RowLoss
+from paddle_infcl.functional.smoothing import own_above_mean
 from paddle_infcl.functional.streaming import streaming_info_nce
 from paddle_infcl.functional.tiles import accumulation_dtype
+from paddle_infcl.functional.two_pass import two_pass_loss
 
 
 def as_scale(temperature: float | Tensor, dtype: paddle.dtype) -> Tensor:
@@ -35,6 +39,8 @@ def info_nce(
     *,
     temperature: float | Tensor,
     row_weights: float | Tensor | None = None,
+    row_loss: RowLoss | None = None,
+    label_smoothing: float = 0.0,
     backend: str = "auto",
     memory_budget: int | None = None,
 ) -> Tensor:
@@ -44,6 +50,9 @@ def info_nce(
         groups: one softmax per group, over all of its blocks. In each group every row has one own entry.
         temperature: T, z = <left, right> / T. A tensor of one element gets its gradient.
         row_weights: w, a float or [B]; None is 1/B.
+        row_loss: another function of a row's log-sum-exp and own logit; None is the InfoNCE above. See `row_losses`.
+        label_smoothing: e, the share of the target that is spread evenly over all candidates of a row. Costs three
+            more products in plain Paddle operators (`smoothing`).
         backend: "auto", "triton", "paddle" or "dense"; see `paddle_infcl.kernels.choose_backend`.
         memory_budget: bytes for logits that the streaming backends may hold at once; None: a default per device.
 
@@ -59,6 +68,8 @@ def info_nce(
         raise ValueError(f"memory_budget: a positive number of bytes is needed, got {memory_budget}")
     if isinstance(row_weights, Tensor) and list(row_weights.shape) != [rows]:
         raise ValueError(f"row_weights: needs shape [{rows}], has {list(row_weights.shape)}")
+    if not 0 <= label_smoothing < 1:
+        raise ValueError(f"label_smoothing: must be between 0 and 1 (without 1), got {label_smoothing}")
     weights = 1.0 / max(rows, 1) if row_weights is None else row_weights
     first = groups[0][0].left
     scale = as_scale(temperature, first.dtype)
@@ -67,11 +78,18 @@ def info_nce(
         # No rows, no loss, but a graph: an empty rank takes part in every collective of the backward pass.
         tensors = {id(t): t for group in groups for block in group for t in (block.left, block.right)}
         return sum((t.sum().astype(scale.dtype) for t in tensors.values()), scale.sum()) * 0.0
-    if chosen == "triton":
-        return kernels.triton_info_nce(groups, scale, weights, memory_budget)
-    if chosen == "dense":
-        return dense_info_nce(groups, scale, weights)
-    return streaming_info_nce(groups, scale, weights, memory_budget)
+    if chosen == "triton" and row_loss is not None:
+        functions = block_functions("triton", first)
+        loss = two_pass_loss(groups, scale, weights, memory_budget, row_loss, functions)
+    elif chosen == "triton":
+        loss = kernels.triton_info_nce(groups, scale, weights, memory_budget)
+    elif chosen == "dense":
+        loss = dense_info_nce(groups, scale, weights, row_loss)
+    else:
+        loss = streaming_info_nce(groups, scale, weights, memory_budget, row_loss)
+    if label_smoothing:
+        loss = loss + label_smoothing * own_above_mean(groups, scale, weights, memory_budget)
+    return loss
 
 
 def info_nce_groups(
@@ -106,6 +124,8 @@ def inf_cl_loss(
     q_ids: Tensor | None = None,
     p_ids: Tensor | None = None,
     margin: float | None = None,
+    tau_plus: float | Tensor | None = None,
+    label_smoothing: float = 0.0,
     row_weights: float | Tensor | None = None,
     backend: str = "auto",
     memory_budget: int | None = None,
@@ -127,6 +147,9 @@ def inf_cl_loss(
         p_ids: [N] or [N, K] int64.
         margin: drops passages with <q_i, p_j> > <q_i, p_own(i)> + margin, likely false negatives (the rule of
             Qwen3-Embedding, arXiv 2506.05176: *plus* the margin, on the trained model's own similarities).
+        tau_plus: the debiased loss (Chuang et al. 2020): the chance that a negative is in truth a positive, a number
+            in [0, 1) or [B], one per row. For vectors of length 1. See `row_losses.Debiased`.
+        label_smoothing: the share of the target that is spread evenly over all candidates of a row.
         row_weights: weights of the rows, a float or [B]; None is 1/B, the mean.
         backend: "auto" takes Triton where it runs and the streaming loss in plain Paddle elsewhere, with one warning;
             "triton", "paddle", "dense" insist.
@@ -148,7 +171,13 @@ def inf_cl_loss(
     """
     groups = info_nce_groups(q, p, own=own, q_ids=q_ids, p_ids=p_ids, margin=margin)
     return info_nce(
-        groups, temperature=temperature, row_weights=row_weights, backend=backend, memory_budget=memory_budget
+        groups,
+        temperature=temperature,
+        row_weights=row_weights,
+        row_loss=None if tau_plus is None else Debiased(tau_plus),
+        label_smoothing=label_smoothing,
+        backend=backend,
+        memory_budget=memory_budget,
     )
 
 

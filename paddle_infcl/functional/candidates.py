@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The vectors of a batch by the part that they play in a loss: what lists of blocks are written in terms of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import paddle
+from paddle import Tensor
+
+from paddle_infcl.functional.blocks import own_columns
+from paddle_infcl.functional.vectors import l2_normalize
+
+
+@dataclass(eq=False)
+class Candidates:
+    """Queries, their positives, and everything that they compete against, of one process.
+
+    Attributes:
+        queries: [B, D].
+        positives: [B, D], the positive of every query.
+        documents: tensors [N_k, D] with all positives and hard negatives; the positives are in the first one.
+        own: [B] int64, column of each query's positive in documents[0].
+        owners: per tensor of documents [N_k] int64, the row to which a document belongs.
+        query_ids: [B, K] int64, ids of a row: of its query and of its positive; None without ids.
+        document_ids: per tensor of documents [N_k, K] int64, or Nones.
+    """
+
+    queries: Tensor
+    positives: Tensor
+    documents: list[Tensor]
+    own: Tensor
+    owners: list[Tensor]
+    query_ids: Tensor | None = None
+    document_ids: list[Tensor | None] = field(default_factory=list)
+
+    def __post_init__(self):
+        self.document_ids = self.document_ids or [None] * len(self.documents)
+
+    @property
+    def rows(self) -> int:
+        """B."""
+        return self.queries.shape[0]
+
+    @property
+    def row_numbers(self) -> Tensor:
+        """[B] int64 0 ... B - 1: also the column of a row among `queries` and among `positives`."""
+        return paddle.arange(self.rows, dtype="int64")
+
+    @classmethod
+    def from_columns(cls, columns: Sequence[Tensor], normalize: bool = True) -> Candidates:
+        """From [anchor, positive, negative 1, ...], as sentence-transformers has them.
+
+        Args:
+            columns: two or more tensors [B, D] of one dtype.
+            normalize: scale all vectors to length 1.
+
+        Raises:
+            ValueError: fewer than two columns, or columns of different shapes or dtypes.
+        """
+        if len(columns) < 2:
+            raise ValueError(f"columns: anchors and positives are needed at least, got {len(columns)} of them")
+        first = columns[0]
+        for k, column in enumerate(columns):
+            if column.ndim != 2 or column.shape != first.shape or column.dtype != first.dtype:
+                raise ValueError(
+                    f"columns[{k}]: has {column.dtype} of shape {list(column.shape)}; all columns need the shape "
+                    f"[rows, width] and the dtype of the first one, {first.dtype} of shape {list(first.shape)}"
+                )
+        vectors = [l2_normalize(column) for column in columns] if normalize else list(columns)
+        rows = paddle.arange(first.shape[0], dtype="int64")
+        return cls(vectors[0], vectors[1], vectors[1:], rows, [rows] * (len(columns) - 1))
+
+    @classmethod
+    def from_passages(
+        cls,
+        q: Tensor,
+        p: Tensor,
+        own: Tensor | None = None,
+        q_ids: Tensor | None = None,
+        p_ids: Tensor | None = None,
+    ) -> Candidates:
+        """From a flat batch: p holds every row's positive, followed by its own hard negatives.
+
+        Args:
+            q: [B, D].
+            p: [N, D].
+            own: [B] int64, increasing from 0: column of each row's positive; None: arange(B) * (N / B).
+            q_ids: [B, K] int64, ids of the rows.
+            p_ids: [N, K] int64.
+
+        Raises:
+            ValueError: `own` does not increase from 0, so that nobody knows whose negatives the others are.
+        """
+        B, N = q.shape[0], p.shape[0]
+        own = own_columns(B, N) if own is None else own
+        positions = own.numpy()
+        if B and (positions[0] != 0 or (positions[1:] <= positions[:-1]).any()):
+            raise ValueError(
+                "own: must increase from 0; the passages of a row stand together, its positive first: "
+                f"got {positions[:5].tolist()} ..."
+            )
+        owners = paddle.searchsorted(own, paddle.arange(N, dtype="int64"), right=True) - 1
+        # Without hard negatives the passages are the positives, and one tensor on both sides costs no copy.
+        positives = p if B == N else p.index_select(own)
+        return cls(q, positives, [p], own, [owners], q_ids, [p_ids])
+
+    def ids(self, left: Tensor | None, right: Tensor | None) -> dict:
+        """Fields of a block that drop entries with equal ids; none where one side has no ids."""
+        return {} if left is None or right is None else {"row_ids": left, "column_ids": right}

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The guided loss: a second model says which negatives are none (Solatorio 2024, GISTEmbed, arXiv 2402.16829)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import paddle
+from paddle import Tensor
+
+from paddle_infcl.functional.blocks import Block, Guide
+from paddle_infcl.functional.candidates import Candidates
+from paddle_infcl.functional.contrastive import info_nce
+from paddle_infcl.functional.tiles import accumulation_dtype
+from paddle_infcl.functional.vectors import l2_normalize
+
+MARGIN_STRATEGIES = ("absolute", "relative")
+
+
+def guide_threshold(queries: Tensor, positives: Tensor, margin_strategy: str, margin: float) -> Tensor:
+    """Above which guide similarity a negative of a row counts as a false one.
+
+    With t_i the guide similarity of the row's own pair: t_i - margin ("absolute"), t_i - |t_i| margin ("relative").
+    Mind the sign: the margin is *subtracted*, unlike that of `inf_cl_loss`, which is added to the trained model's own
+    similarity.
+
+    Args:
+        queries: [B, Dg] guide vectors of length 1.
+        positives: [B, Dg] likewise.
+        margin_strategy: "absolute" or "relative".
+        margin: m.
+
+    Returns:
+        [B] float32, float64 for float64.
+
+    Raises:
+        ValueError: an unknown strategy.
+    """
+    if margin_strategy not in MARGIN_STRATEGIES:
+        raise ValueError(f"margin_strategy: {margin_strategy!r} is none of {', '.join(MARGIN_STRATEGIES)}")
+    dtype = accumulation_dtype(queries.dtype)
+    own = (queries.astype(dtype) * positives.astype(dtype)).sum(axis=1)
+    return own - margin if margin_strategy == "absolute" else own - own.abs() * margin
+
+
+def guided_groups(
+    batch: Candidates,
+    guide: Candidates,
+    *,
+    margin_strategy: str = "absolute",
+    margin: float = 0.0,
+    contrast_anchors: bool = True,
+    contrast_positives: bool = True,
+    published_diagonals: bool = False,
+    keep_own_negatives: bool = False,
+) -> list[list[Block]]:
+    """The guided loss as a list of blocks, one softmax over all: anchors against documents, anchors, positives.
+
+    Args:
+        batch: the trained model's vectors.
+        guide: the guide's, of the same texts in the same order; of length 1, without gradient.
+        margin_strategy, margin: see `guide_threshold`.
+        contrast_anchors: also against the anchors of this process.
+        contrast_positives: also each row's positive against the other positives.
+        published_diagonals: leave it to the guide to drop a row's similarity with itself, as published.
+        keep_own_negatives: the guide doesn't drop a row's own hard negatives.
+    """
+    threshold = guide_threshold(guide.queries, guide.positives, margin_strategy, margin)
+    itself = None if published_diagonals else batch.row_numbers
+    group = []
+    for k, documents in enumerate(batch.documents):
+        group.append(
+            Block(
+                batch.queries,
+                documents,
+                own=batch.own if k == 0 else None,
+                owner=batch.owners[k] if keep_own_negatives else None,
+                guide=Guide(guide.queries, guide.documents[k], threshold, keep_own_negatives),
+                **batch.ids(batch.query_ids, batch.document_ids[k]),
+            )
+        )
+    sides = [(contrast_anchors, "queries", True), (contrast_positives, "positives", False)]
+    for wanted, name, local in sides:
+        if wanted:
+            vectors, seen = getattr(batch, name), getattr(guide, name)
+            group.append(
+                Block(
+                    vectors,
+                    vectors,
+                    self_column=itself,
+                    guide=Guide(seen, seen, threshold),
+                    local=local,
+                    **batch.ids(batch.query_ids, batch.query_ids),
+                )
+            )
+    return [group]
+
+
+def guided_inf_cl_loss(
+    columns: Sequence[Tensor],
+    guide_columns: Sequence[Tensor],
+    *,
+    temperature: float | Tensor = 0.01,
+    margin_strategy: str = "absolute",
+    margin: float = 0.0,
+    contrast_anchors: bool = True,
+    contrast_positives: bool = True,
+    published_diagonals: bool = False,
+    keep_own_negatives: bool = False,
+    row_weights: float | Tensor | None = None,
+    backend: str = "auto",
+    memory_budget: int | None = None,
+) -> Tensor:
+    """InfoNCE whose false negatives a guide model drops: sentence-transformers' CachedGISTEmbedLoss.
+
+    Every anchor a_i competes for its positive p_i against the other positives, all hard negatives, the other anchors
+    (`contrast_anchors`) and, by way of its positive, s(p_i, p_j) (`contrast_positives`), in one softmax. An entry is
+    dropped where the guide finds the same pair more similar than a_i and p_i, less the margin. No row competes with
+    itself; the published loss leaves that to the guide, which fails where it embeds an anchor and its positive
+    identically: `published_diagonals=True` does the same.
+
+    Args:
+        columns: [anchor, positive, negative 1, ...], each [B, D]; scaled to length 1 here. A zero vector has
+            similarity 0 and gradient 0.
+        guide_columns: the guide's vectors of the same texts, each [B, Dg]; scaled here, without gradient.
+        temperature: T. A tensor of one element gets its gradient.
+        margin_strategy: "absolute": dropped above t - margin; "relative": above t - |t| margin.
+        margin: m; here it lowers the threshold.
+        contrast_anchors: contrast with other anchors.
+        contrast_positives: contrast positives with each other.
+        published_diagonals: see above.
+        keep_own_negatives: a row's own hard negatives are curated, and not for the guide to drop.
+        row_weights: weights of the rows, a float or [B]; None is 1/B, the mean.
+        backend: as in `inf_cl_loss`.
+        memory_budget: as in `inf_cl_loss`.
+
+    Returns:
+        0-d loss.
+
+    Raises:
+        ValueError: columns that don't fit each other, or an option that is none of its values.
+
+    Example:
+        >>> import paddle
+        >>> anchor, positive = paddle.eye(3), paddle.eye(3)
+        >>> guide = paddle.to_tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
+        >>> options = {"temperature": 1.0, "backend": "paddle", "contrast_anchors": False, "contrast_positives": False}
+        >>> round(float(guided_inf_cl_loss([anchor, positive], [guide, guide], margin=0.5, **options)), 4)
+        0.3927
+    """
+    batch = Candidates.from_columns(columns)
+    if len(guide_columns) != len(columns) or any(g.shape[0] != batch.rows for g in guide_columns):
+        raise ValueError(
+            f"guide_columns: {len(guide_columns)} of {[g.shape[0] for g in guide_columns]} rows, for {len(columns)} "
+            f"columns of {batch.rows} rows; the guide's vectors of the same texts are needed"
+        )
+    with paddle.no_grad():
+        guide = Candidates.from_columns([l2_normalize(g.detach()) for g in guide_columns], normalize=False)
+        groups = guided_groups(
+            batch,
+            guide,
+            margin_strategy=margin_strategy,
+            margin=margin,
+            contrast_anchors=contrast_anchors,
+            contrast_positives=contrast_positives,
+            published_diagonals=published_diagonals,
+            keep_own_negatives=keep_own_negatives,
+        )
+    return info_nce(
+        groups, temperature=temperature, row_weights=row_weights, backend=backend, memory_budget=memory_budget
+    )

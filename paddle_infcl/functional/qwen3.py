@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loss of Qwen3-Embedding (Zhang et al. 2025, arXiv 2506.05176)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import paddle
+from paddle import Tensor
+
+from paddle_infcl.functional.blocks import Block
+from paddle_infcl.functional.candidates import Candidates
+from paddle_infcl.functional.contrastive import info_nce, own_similarity
+
+
+def qwen3_groups(
+    batch: Candidates, *, margin: float | None = 0.1, query_to_query: bool = True, doc_to_doc: bool = True
+) -> list[list[Block]]:
+    """Qwen3-Embedding's loss as a list of blocks, one softmax over all. Arguments as in `qwen3_loss`."""
+    limit = None
+    if margin is not None:
+        limit = own_similarity(batch.queries, batch.documents[0], batch.own) + margin
+    group = []
+    for k, documents in enumerate(batch.documents):
+        owner = batch.owners[k]
+        if k == 0:
+            # Positives are everybody's negatives: they belong to no row here.
+            owner = paddle.scatter(owner, batch.own, paddle.full_like(batch.own, -1))
+        only_positives = k == 0 and documents.shape[0] == batch.rows
+        group.append(
+            Block(
+                batch.queries,
+                documents,
+                own=batch.own if k == 0 else None,
+                owner=None if only_positives else owner,
+                owner_rule=None if only_positives else "only",
+                limit=limit,
+                **batch.ids(batch.query_ids, batch.document_ids[k]),
+            )
+        )
+    for wanted, vectors in ((query_to_query, batch.queries), (doc_to_doc, batch.positives)):
+        if wanted:
+            ids = batch.ids(batch.query_ids, batch.query_ids)
+            group.append(Block(vectors, vectors, self_column=batch.row_numbers, limit=limit, **ids))
+    return [group]
+
+
+def qwen3_loss(
+    columns: Sequence[Tensor],
+    *,
+    temperature: float | Tensor = 0.01,
+    margin: float | None = 0.1,
+    query_to_query: bool = True,
+    doc_to_doc: bool = True,
+    row_weights: float | Tensor | None = None,
+    backend: str = "auto",
+    memory_budget: int | None = None,
+) -> Tensor:
+    """InfoNCE with Qwen3-Embedding's denominator.
+
+    A query q_i competes for its positive d_i against its own hard negatives (not those of other rows), the other
+    positives, the other queries, s(q_i, q_j), and by way of its positive the other positives again, s(d_i, d_j). Any
+    of these whose similarity exceeds s(q_i, d_i) + margin is taken for a false negative and dropped. Mind the sign:
+    the margin is *added* to the trained model's own similarity, unlike that of `guided_inf_cl_loss`, which is
+    subtracted from the guide's. The paper's temperature is not published.
+
+    Args:
+        columns: [query, positive, negative 1, ...], each [B, D]; scaled to length 1 here.
+        temperature: T. A tensor of one element gets its gradient.
+        margin: see above; None drops nothing.
+        query_to_query: contrast queries with each other.
+        doc_to_doc: contrast positives with each other.
+        row_weights: weights of the rows, a float or [B]; None is 1/B, the mean.
+        backend: as in `inf_cl_loss`.
+        memory_budget: as in `inf_cl_loss`.
+
+    Returns:
+        0-d loss.
+
+    Raises:
+        ValueError: columns that don't fit each other.
+
+    Example:
+        >>> import paddle
+        >>> columns = [paddle.eye(2), paddle.eye(2)]
+        >>> round(float(qwen3_loss(columns, temperature=1.0, backend="paddle")), 4)
+        0.7437
+    """
+    groups = qwen3_groups(
+        Candidates.from_columns(columns), margin=margin, query_to_query=query_to_query, doc_to_doc=doc_to_doc
+    )
+    return info_nce(
+        groups, temperature=temperature, row_weights=row_weights, backend=backend, memory_budget=memory_budget
+    )
