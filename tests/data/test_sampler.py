@@ -285,6 +285,8 @@ def test_no_duplicates_resumed_with_another_window(keys, old, new, start):
     second = sampler(data, new, 1, no_duplicates=True)
     second.start_row, second.start_row_window = first.rows_before(start), old
     rest = flat(second)
+    if old == new:
+        assert rest == windows[start:]
     assert sorted(joined(windows[:start]) + joined(rest)) == list(range(len(keys)))
     for window in rest:
         assert max(Counter(key for row in window for key in set(keys[row])).values()) == 1

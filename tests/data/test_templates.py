@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Template, special tokens, truncation and padding, for every kind of tokenizer."""
 
+import json
+
 import numpy as np
 import pytest
 
 from paddle_infcl.data.templates import TextTokenizer, pad, padding_id, required_vocabulary
-from tests.data.tokenizers import KINDS
+from tests.data.tokenizers import KINDS, byte_level
 
 TEXTS = ["the cat sat on a mat", "hello", "hello world answer other red blue", "cat"]
 
@@ -166,3 +168,28 @@ def test_special_tokens_of_a_file_are_seen(make_tokenizer):
     assert row.count(tokenizer.eos_token_id) == 1
     (row,) = TextTokenizer(tokenizer, 3).ids(["abc"])
     assert len(row) == 3 and row[-1] == tokenizer.eos_token_id
+
+
+def test_a_tokenizer_that_shows_its_special_tokens_only_when_asked():
+    class Odd:
+        pad_token_id = eos_token_id = 9
+
+        def __call__(self, text, **options):
+            return {"input_ids": [[5]] if isinstance(text, list) else []}  # nothing for a single text
+
+        def build_inputs_with_special_tokens(self, ids):
+            return [1, *ids, 2]
+
+    assert TextTokenizer(Odd(), 8).ids(["x"]) == [[1, 5, 2]]
+
+
+def test_required_vocabulary_with_a_gap_before_the_added_tokens(tmp_path):
+    from paddlenlp.transformers import Qwen2Tokenizer
+
+    byte_level(tmp_path)
+    flags = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False) | {"special": True}
+    added = {"256": {"content": "<|endoftext|>"} | flags, "300": {"content": "<|end|>"} | flags}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
+    tokenizer = Qwen2Tokenizer.from_pretrained(str(tmp_path))
+    assert TextTokenizer(tokenizer, 8).ids(["<|end|>"])[0][0] == 300
+    assert len(tokenizer) < required_vocabulary(tokenizer) == 301

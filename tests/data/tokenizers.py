@@ -53,7 +53,7 @@ def xlm_roberta(folder: Path):
     return XLMRobertaTokenizer(str(folder / "spm.model"))
 
 
-def _byte_level(folder: Path) -> tuple[str, str]:
+def byte_level(folder: Path) -> tuple[str, str]:
     """A byte-level vocabulary without merges: every byte is a token."""
     folder.mkdir(parents=True, exist_ok=True)
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -67,13 +67,13 @@ def _byte_level(folder: Path) -> tuple[str, str]:
 def qwen2(folder: Path):
     from paddlenlp.transformers import Qwen2Tokenizer
 
-    return Qwen2Tokenizer(*_byte_level(folder))
+    return Qwen2Tokenizer(*byte_level(folder))
 
 
 def qwen2_fast(folder: Path):
     from paddlenlp.transformers.qwen2.tokenizer_fast import Qwen2TokenizerFast
 
-    return Qwen2TokenizerFast(*_byte_level(folder))
+    return Qwen2TokenizerFast(*byte_level(folder))
 
 
 KINDS = {
