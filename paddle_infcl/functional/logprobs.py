@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import paddle
@@ -22,7 +23,6 @@ from paddle import Tensor
 from paddle.autograd import PyLayer
 
 from paddle_infcl import kernels
-from paddle_infcl.functional.streaming import softplus
 from paddle_infcl.functional.tiles import accumulation_dtype
 from paddle_infcl.log import warn_once
 
@@ -56,7 +56,7 @@ def logprobs_of_labels(
         temperature: T > 0.
         return_entropy: also return the entropy in nats; it has a gradient.
         inplace_backward: write the gradient over the logits instead of beside them. Nothing else may need the logits
-            for its own backward pass, which Paddle checks, and the graph can be walked once.
+            for its own backward pass, which Paddle checks.
         backend: "paddle" (any device), "triton" (CUDA; one kernel that reads the logits once), or "auto": Triton
             where it runs.
 
@@ -89,9 +89,20 @@ def logprobs_of_labels(
             inplace_backward=inplace_backward,
         )
     check_labels(labels, logits.shape[-1], ignore_index)
-    plan = (labels, ignore_index, 1.0 / temperature, return_entropy, inplace_backward)
+    plan = _Plan(labels, ignore_index, 1.0 / temperature, return_entropy, inplace_backward)
     with paddle.amp.auto_cast(enable=False):
         return _LabelLogprobs.apply(logits, plan)
+
+
+@dataclass(eq=False)
+class _Plan:
+    """Everything but the logits. A PyLayer would take tensors in a tuple for inputs that get a gradient."""
+
+    labels: Tensor
+    ignore_index: int | None
+    scale: float
+    return_entropy: bool
+    inplace: bool
 
 
 class _LabelLogprobs(PyLayer):
@@ -99,9 +110,9 @@ class _LabelLogprobs(PyLayer):
 
     @staticmethod
     def forward(ctx, logits, plan):
-        labels, ignore_index, scale, return_entropy, _ = plan
+        labels, return_entropy = plan.labels, plan.return_entropy
         results = [
-            _forward_chunk(logits[index], label, scale, ignore_index, return_entropy)
+            _forward_chunk(logits[index], label, plan.scale, plan.ignore_index, return_entropy)
             for index, label in _label_chunks(logits, labels)
         ]
         if results:
@@ -119,12 +130,7 @@ class _LabelLogprobs(PyLayer):
     @staticmethod
     def backward(ctx, g, h=None):
         (logits,) = ctx.saved_tensor()
-        labels, ignore_index, scale, _, inplace = ctx.plan
-        if ctx.saved is None:
-            raise RuntimeError("inplace_backward: the gradient already lies over the logits; a graph is walked once")
-        saved = ctx.saved
-        if inplace:
-            ctx.saved = None
+        labels, scale, ignore_index, inplace = ctx.plan.labels, ctx.plan.scale, ctx.plan.ignore_index, ctx.plan.inplace
         dlogits = logits.detach() if inplace else paddle.empty(logits.shape, dtype=logits.dtype)
         row = 0
         for index, label in _label_chunks(logits, labels):
@@ -132,7 +138,7 @@ class _LabelLogprobs(PyLayer):
             row = rows.stop
             incoming = [x if x is None else x.reshape([-1])[rows] for x in (g, h)]
             dz = _backward_chunk(
-                logits[index], label, scale, ignore_index, incoming, [x if x is None else x[rows] for x in saved]
+                logits[index], label, scale, ignore_index, incoming, [x if x is None else x[rows] for x in ctx.saved]
             )
             dlogits[index] = dz.astype(logits.dtype).reshape(dlogits[index].shape)
         if labels.shape[-1] < logits.shape[-2]:
@@ -202,6 +208,11 @@ def _backward_chunk(logits, label, scale, ignore_index, incoming, saved) -> Tens
         # Also where the logits of an ignored position are NaN.
         dz = dz.masked_fill(ignored, 0.0)
     return dz
+
+
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + exp(x)) with full relative precision; inf at inf (where a clip would stop at 3.4e38)."""
+    return paddle.nn.functional.relu(x) + paddle.log1p(paddle.exp(-paddle.abs(x)))
 
 
 def _accumulated(logits: Tensor, top: Tensor | None = None) -> tuple[Tensor, Tensor]:

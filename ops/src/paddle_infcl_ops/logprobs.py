@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import paddle
 from paddle.autograd import PyLayer
 
@@ -43,8 +46,20 @@ def logprobs_of_labels(
     if logits.dtype not in _DTYPES:
         raise TypeError(f"logits: {logits.dtype} is none of float32, float16, bfloat16")
     wanted = paddle.is_grad_enabled() and not logits.stop_gradient
-    plan = wanted, ignore_index, 1.0 / temperature, return_entropy, inplace_backward
-    return _LabelLogprobs.apply(logits, labels, plan)
+    plan = _Plan(labels.detach(), wanted, ignore_index, 1.0 / temperature, return_entropy, inplace_backward)
+    return _LabelLogprobs.apply(logits, plan)
+
+
+@dataclass(eq=False)
+class _Plan:
+    """Everything but the logits. A PyLayer would take labels among its arguments for an input that gets a gradient."""
+
+    labels: Any
+    wanted: bool
+    ignore_index: int | None
+    scale: float
+    return_entropy: bool
+    inplace: bool
 
 
 class _Walk:
@@ -88,11 +103,11 @@ def _tile(logits) -> dict:
 
 class _LabelLogprobs(PyLayer):
     @staticmethod
-    def forward(ctx, logits, labels, plan):
-        wanted, ignore_index, scale, return_entropy, inplace = plan
+    def forward(ctx, logits, plan):
+        labels, wanted, return_entropy, ignore_index = plan.labels, plan.wanted, plan.return_entropy, plan.ignore_index
         walk = _Walk(logits, labels)
         if not walk.walkable:
-            if inplace and wanted:
+            if plan.inplace and wanted:
                 raise ValueError(f"inplace_backward: logits with strides {logits.strides} cannot be walked in place")
             logits = logits.contiguous()
             labels = labels.contiguous()
@@ -106,24 +121,21 @@ class _LabelLogprobs(PyLayer):
             driver.launch(
                 label_forward_kernel, (logprobs.size,),
                 logits, labels, logprobs, top, log_sum, entropy, walk.n1, walk.n2, *walk.logits, *walk.labels, walk.V,
-                scale, ignore_index or 0, HAS_IGNORE=ignore_index is not None, WIDE=walk.wide, **_tile(logits),
+                plan.scale, ignore_index or 0, HAS_IGNORE=ignore_index is not None, WIDE=walk.wide, **_tile(logits),
             )  # fmt: skip
         if wanted:
-            ctx.save_for_backward(logits, labels)
+            ctx.save_for_backward(logits)
             # Detached: a layer must not hold its own outputs.
             ctx.rows = logprobs.detach(), top, log_sum, None if entropy is None else entropy.detach()
-            ctx.options = walk, ignore_index, scale, inplace
+            ctx.plan, ctx.labels, ctx.walk = plan, labels, walk
         return (logprobs, entropy) if return_entropy else logprobs
 
     @staticmethod
     def backward(ctx, g, h=None):
-        logits, labels = ctx.saved_tensor()
-        walk, ignore_index, scale, inplace = ctx.options
-        if ctx.rows is None:
-            raise RuntimeError("inplace_backward: the gradient already lies over the logits; a graph is walked once")
+        (logits,) = ctx.saved_tensor()
+        plan, labels, walk, ignore_index = ctx.plan, ctx.labels, ctx.walk, ctx.plan.ignore_index
         logprobs, top, log_sum, entropy = ctx.rows
-        if inplace:
-            ctx.rows = None
+        if plan.inplace:
             dlogits, strides = logits.detach(), walk.logits
             dlogits._bump_inplace_version()
         else:
@@ -134,10 +146,10 @@ class _LabelLogprobs(PyLayer):
                 label_backward_kernel, (rows,),
                 logits, labels, dlogits, logprobs, top, log_sum, entropy if h is not None else None,
                 g.contiguous(), None if h is None else h.contiguous(), walk.n1, walk.n2, walk.T, *walk.logits,
-                *walk.labels, *strides, walk.V, scale, ignore_index or 0, HAS_IGNORE=ignore_index is not None,
+                *walk.labels, *strides, walk.V, plan.scale, ignore_index or 0, HAS_IGNORE=ignore_index is not None,
                 WIDE=walk.wide, **_tile(logits),
             )  # fmt: skip
-        return dlogits, None
+        return dlogits
 
 
 __all__ = ["linear_label_terms", "linear_logprobs_of_labels", "logprobs_of_labels"]
