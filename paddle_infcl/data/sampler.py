@@ -189,22 +189,19 @@ class WindowSampler:
         if self.start_window and self.start_row:
             raise ValueError(f"start_window ({self.start_window}) and start_row ({self.start_row}) exclude each other")
         if self.start_row:
-            order, bounds = self._rest(order, bounds)
+            order, bounds = self._rest(order)
         elif self.start_window > len(bounds) - 1:
             raise ValueError(f"start_window is {self.start_window}, and epoch {self.epoch} has {len(bounds) - 1}")
         first, self.start_window, self.start_row, self.start_row_window = self.start_window, 0, 0, None
         return (self._share(order[bounds[w] : bounds[w + 1]]) for w in range(first, len(bounds) - 1))
 
-    def _rest(self, order: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The windows that are left after `start_row` rows."""
-        taken, size = self.start_row, self.start_row_window or self.window_size
-        if size == self.window_size and taken in bounds:
-            return order, bounds[int(np.searchsorted(bounds, taken)) :]
-        if self.no_duplicates:
-            order, _ = self._plan(self.epoch, size)
-        if taken > len(order):
-            raise ValueError(f"start_row is {taken:,}, and epoch {self.epoch} has {len(order):,} rows")
-        return self._cut(order[taken:], self.window_size)
+    def _rest(self, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The windows that are left after `start_row` rows. At the end of a window these are the planned ones."""
+        if self.no_duplicates and self.start_row_window:
+            order, _ = self._plan(self.epoch, self.start_row_window)
+        if self.start_row > len(order):
+            raise ValueError(f"start_row is {self.start_row:,}, and epoch {self.epoch} has {len(order):,} rows")
+        return self._cut(order[self.start_row :], self.window_size)
 
     def _plan(self, epoch: int, size: int) -> tuple[np.ndarray, np.ndarray]:
         """The rows of an epoch in order, and where its windows of `size` rows begin and end."""

@@ -189,7 +189,9 @@ def test_required_vocabulary_with_a_gap_before_the_added_tokens(tmp_path):
     byte_level(tmp_path)
     flags = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False) | {"special": True}
     added = {"256": {"content": "<|endoftext|>"} | flags, "300": {"content": "<|end|>"} | flags}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"added_tokens_decoder": added, "additional_special_tokens": ["<|end|>"]})
+    )
     tokenizer = Qwen2Tokenizer.from_pretrained(str(tmp_path))
     assert TextTokenizer(tokenizer, 8).ids(["<|end|>"])[0][0] == 300
     assert len(tokenizer) < required_vocabulary(tokenizer) == 301
