@@ -269,8 +269,8 @@ def test_evaluation_best_checkpoint_and_history(tmp_path):
         "learning_rate": 5e-3,
     }
     trainer = make_trainer(tmp_path, tmp_path / "out", evaluator=evaluator(tmp_path), **options)
-    plain = make_trainer(tmp_path, tmp_path / "plain", rows=96, learning_rate=5e-3)
     trainer.train()
+    plain = make_trainer(tmp_path, tmp_path / "plain", rows=96, learning_rate=5e-3)
     plain.train()
     # Evaluating changes nothing of the training.
     assert losses(trainer) == losses(plain)

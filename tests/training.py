@@ -31,7 +31,8 @@ def write_pairs(path, rows: int, *, negatives: int = 0, seed: int = 0) -> Path:
 def make_tokenizer(folder):
     from paddle_infcl.modeling import load_tokenizer
 
-    return load_tokenizer(write_bert_vocabulary(folder, WORDS))
+    # Once: processes of one run share the folder.
+    return load_tokenizer(folder if folder.exists() else write_bert_vocabulary(folder, WORDS))
 
 
 def make_model(dropout: float = 0.1, **options):
@@ -75,8 +76,11 @@ def make_arguments(output_dir, **options):
 
 
 def make_trainer(folder, output_dir, *, rows: int = 40, dropout: float = 0.1, pairs=None, **options):
-    """A trainer of a tiny BERT on `rows` pairs. Options of EmbeddingArgument go there, `evaluator` and `eval_dataset` to
-    the trainer, `callbacks` as well, all others to the training arguments."""
+    """A trainer of a tiny BERT on `rows` pairs.
+
+    Options of EmbeddingArgument go there; evaluator, eval_dataset and callbacks to the trainer; all others to the
+    training arguments.
+    """
     import dataclasses
 
     from paddle_infcl.arguments import EmbeddingArgument

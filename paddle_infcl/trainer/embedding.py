@@ -155,6 +155,8 @@ class EmbeddingTrainer(EvaluatesRetrieval, UpstreamTrainer):
         weights_only = args.ignore_load_lr_and_optim
         checkpoint = resume.find_checkpoint(resume_from_checkpoint, args.output_dir, weights_only=weights_only)
         windows, step = self.get_train_dataloader(), 0
+        if windows.endless and args.max_steps <= 0:
+            raise ValueError("max_steps: the data has no length, so the number of steps must be given")
         if checkpoint is not None and not weights_only:
             step = resume.global_step(checkpoint)
             position = resume.load_position(checkpoint)
@@ -258,6 +260,7 @@ class EmbeddingTrainer(EvaluatesRetrieval, UpstreamTrainer):
 
         return run(forward, window, loss, autocast=self.autocast_smart_context_manager, **options)
 
+    @paddle.no_grad()
     def _average_loss_gradients(self) -> None:
         """The mean over processes for the loss's own parameters, which no data-parallel wrapper sees."""
         ranks = self.loss_fn.ranks
