@@ -12,6 +12,8 @@ if not logger.handlers:
     _handler.setFormatter(logging.Formatter("[paddle_infcl] %(levelname)s %(message)s"))
     logger.addHandler(_handler)
     logger.setLevel(logging.INFO)
+    # paddlenlp puts a handler on the root logger: every line would appear twice.
+    logger.propagate = False
 
 _said: set[str] = set()
 

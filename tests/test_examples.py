@@ -8,7 +8,12 @@ import importlib
 
 import pytest
 
-MODULES = ["paddle_infcl.functional.contrastive", "paddle_infcl.evaluation.retrieval", "paddle_infcl.arguments"]
+MODULES = [
+    "paddle_infcl.functional.contrastive",
+    "paddle_infcl.evaluation.retrieval",
+    "paddle_infcl.arguments",
+    "paddle_infcl.data.jsonl",
+]
 
 
 @pytest.mark.parametrize("name", MODULES)
