@@ -19,8 +19,8 @@ from paddle import Tensor
 from paddle.autograd import PyLayer
 
 from paddle_infcl import kernels
+from paddle_infcl.functional.budget import CPU_BUDGET, DEVICE_BUDGET
 from paddle_infcl.functional.logprobs import check_dtypes, check_labels, check_temperature, choose, softplus
-from paddle_infcl.functional.streaming import CPU_BUDGET, DEVICE_BUDGET
 from paddle_infcl.functional.tiles import accumulation_dtype
 
 
@@ -108,8 +108,8 @@ def linear_label_terms(
     local = flat - shard_start
     local = paddle.where((local < 0) | (local >= V), paddle.full_like(local, -1), local)
     if _choose(backend, hidden, bias, transposed_weight, shard=True) == "triton":
-        function = kernels._load_ops()[0].linear_label_terms
-        own, others = function(rows, weight, local, temperature=temperature, memory_budget=memory_budget)
+        function = kernels._load_ops()[0].linear_logprobs_of_labels
+        own, others = function(rows, weight, local, terms=True, temperature=temperature, memory_budget=memory_budget)
     else:
         own, others = _terms(rows, weight, local, bias, temperature, transposed_weight, memory_budget)
     return own.reshape(labels.shape), others.reshape(labels.shape)

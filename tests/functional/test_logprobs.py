@@ -86,11 +86,11 @@ def test_other_dtypes(dtype):
 def test_a_real_vocabulary(shape):
     z, labels, g, h = make(shape, short=1)
     labels[:, :100] = -100
-    logprobs, entropies, dz = run(z, labels, g, h, ignore_index=-100)
+    logprobs, entropies, dz = run(z, labels, g, h, ignore_index=-100, backend="paddle")
     rows = slice(98, 104)
     want = label_logprobs(z.numpy()[:, rows], labels[:, rows], ignore_index=-100, g=g[:, rows], h=h[:, rows])
     close(logprobs[:, rows], want[0], 3e-6)
-    close(entropies[:, rows], want[1], 3e-6)
+    close(entropies[:, rows], want[1], 1e-5)
     close(dz[:, rows], want[2], 3e-6)
     assert not dz[:, :100].any() and not dz[:, 128].any() and not logprobs[:, :100].any()
 

@@ -41,7 +41,9 @@ class _Vocabulary:
     hardness: Any = None
 
 
-def linear_logprobs_of_labels(hidden, weight, labels, *, temperature: float = 1.0, memory_budget: int | None = None):
+def linear_logprobs_of_labels(
+    hidden, weight, labels, *, temperature: float = 1.0, terms: bool = False, memory_budget: int | None = None
+):
     """log softmax(hidden @ weight^T / T) at the labels.
 
     Args:
@@ -49,27 +51,18 @@ def linear_logprobs_of_labels(hidden, weight, labels, *, temperature: float = 1.
         weight: [V, D], same dtype.
         labels: [R] int64, 0 ... V - 1.
         temperature: T.
+        terms: for a shard of the vocabulary: return the two numbers per row that it adds to a log-probability. Labels
+            then count from the shard's first row, -1 is a label of another shard, and fp16 is not taken.
         memory_budget: bytes of scratch; None: the inputs' size, at least 256 MiB.
 
     Returns:
-        [R] fp32, with gradients for hidden and weight.
+        [R] fp32, with gradients for hidden and weight; with `terms` a pair of such: the label's logit over T or -inf,
+        and the log-sum-exp of the other logits.
     """
-    return _Linear.apply(hidden, weight, _Work(hidden, weight, labels, 1.0 / temperature, memory_budget))
-
-
-def linear_label_terms(hidden, weight, labels, *, temperature: float = 1.0, memory_budget: int | None = None):
-    """The two numbers per row that one shard of the vocabulary adds to a log-probability.
-
-    Args: as `linear_logprobs_of_labels`, with fp32 or bf16, and labels counted from the shard's first row; -1: the
-        label is in another shard.
-
-    Returns:
-        own [R], the label's logit or -inf; others [R], the log-sum-exp of the shard's other logits. Both fp32, with
-        gradients for hidden and weight.
-    """
-    if hidden.dtype == paddle.float16:
+    if terms and hidden.dtype == paddle.float16:
         raise TypeError("shards of the vocabulary need float32 or bfloat16, got float16")
-    return _Terms.apply(hidden, weight, _Work(hidden, weight, labels, 1.0 / temperature, memory_budget))
+    layer = _Terms if terms else _Linear
+    return layer.apply(hidden, weight, _Work(hidden, weight, labels, 1.0 / temperature, memory_budget))
 
 
 class _Work:

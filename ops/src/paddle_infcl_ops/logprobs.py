@@ -11,7 +11,7 @@ from paddle.autograd import PyLayer
 
 from . import driver
 from .label_kernels import label_backward_kernel, label_forward_kernel
-from .linear_logprobs import linear_label_terms, linear_logprobs_of_labels
+from .linear_logprobs import linear_logprobs_of_labels
 
 _DTYPES = (paddle.float32, paddle.float16, paddle.bfloat16)
 _BYTES_PER_TILE = 16384
@@ -152,4 +152,4 @@ class _LabelLogprobs(PyLayer):
         return dlogits
 
 
-__all__ = ["linear_label_terms", "linear_logprobs_of_labels", "logprobs_of_labels"]
+__all__ = ["linear_logprobs_of_labels", "logprobs_of_labels"]
