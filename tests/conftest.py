@@ -12,6 +12,6 @@ from paddle_infcl import log
 
 
 @pytest.fixture(autouse=True)
-def _warnings_may_be_said_again():
+def _warnings_may_be_said_again(monkeypatch):
     log.forget_warnings()
-    yield
+    monkeypatch.setattr(log.logger, "propagate", True)  # to pytest's caplog
