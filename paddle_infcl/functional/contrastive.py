@@ -12,6 +12,8 @@ from paddle_infcl import kernels
 from paddle_infcl.functional.blocks import Block, check_groups, own_columns
 from paddle_infcl.functional.dense import dense_info_nce
 from paddle_infcl.functional.hops import block_functions
+from paddle_infcl.functional.matryoshka import Matryoshka, prefix_groups
+from paddle_infcl.functional.prefixes import prefix_info_nce
 from paddle_infcl.functional.row_losses import Debiased, RowLoss
 from paddle_infcl.functional.smoothing import own_above_mean
 from paddle_infcl.functional.streaming import streaming_info_nce
@@ -41,6 +43,7 @@ def info_nce(
     row_weights: float | Tensor | None = None,
     row_loss: RowLoss | None = None,
     label_smoothing: float = 0.0,
+    matryoshka: Matryoshka | None = None,
     backend: str = "auto",
     memory_budget: int | None = None,
 ) -> Tensor:
@@ -53,6 +56,8 @@ def info_nce(
         row_loss: another function of a row's log-sum-exp and own logit; None is the InfoNCE above. See `row_losses`.
         label_smoothing: e, the share of the target that is spread evenly over all candidates of a row. Costs three
             more products in plain Paddle operators (`smoothing`).
+        matryoshka: add up the losses of these prefixes of the vectors, each scaled to length 1 again. The paddle
+            backend computes them from one sweep over the similarities (`prefixes`), the others one by one.
         backend: "auto", "triton", "paddle" or "dense"; see `paddle_infcl.kernels.choose_backend`.
         memory_budget: bytes for logits that the streaming backends may hold at once; None: a default per device.
 
@@ -78,6 +83,25 @@ def info_nce(
         # No rows, no loss, but a graph: an empty rank takes part in every collective of the backward pass.
         tensors = {id(t): t for group in groups for block in group for t in (block.left, block.right)}
         return sum((t.sum().astype(scale.dtype) for t in tensors.values()), scale.sum()) * 0.0
+    if matryoshka is not None:
+        # A row loss may count the negatives that a limit leaves: another number at every prefix.
+        together = chosen == "paddle" and not label_smoothing and (row_loss is None or matryoshka.margin is None)
+        if together:
+            return prefix_info_nce(groups, matryoshka, scale, weights, memory_budget, row_loss)
+        terms = [
+            weight
+            * info_nce(
+                prefix_groups(groups, dim, matryoshka.margin),
+                temperature=temperature,
+                row_weights=weights,
+                row_loss=row_loss,
+                label_smoothing=label_smoothing,
+                backend=chosen,
+                memory_budget=memory_budget,
+            )
+            for dim, weight in matryoshka.by_width(first.shape[1])
+        ]
+        return sum(terms[1:], terms[0])
     if chosen == "triton" and row_loss is not None:
         functions = block_functions("triton", first)
         loss = two_pass_loss(groups, scale, weights, memory_budget, row_loss, functions)

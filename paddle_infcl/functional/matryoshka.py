@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import paddle
 from paddle import Tensor
 
+from paddle_infcl.functional.blocks import Block
+from paddle_infcl.functional.budget import distinct_sides
+from paddle_infcl.functional.tiles import accumulation_dtype
 from paddle_infcl.functional.vectors import l2_normalize
 
 
@@ -35,6 +39,69 @@ def prefix_weights(width: int, dims: Sequence[int], weights: Sequence[float] | N
     if weights is not None and len(weights) != len(dims):
         raise ValueError(f"matryoshka weights: {len(weights)} of them for {len(dims)} dims; one each is needed")
     return dict(zip(dims, weights if weights is not None else [1.0] * len(dims), strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class Matryoshka:
+    """Which prefixes `info_nce` adds up: sum_d weight_d times the loss of re-normalised prefixes.
+
+    Attributes:
+        dims: prefix widths, in any order.
+        weights: one per dim; None is 1 each.
+        margin: of the margin rule, for blocks that have a `limit`: at every prefix the limit is the similarity of the
+            row's own pair there plus the margin.
+    """
+
+    dims: Sequence[int]
+    weights: Sequence[float] | None = None
+    margin: float | None = None
+
+    def by_width(self, width: int) -> list[tuple[int, float]]:
+        """(dim, weight), ascending. Raises ValueError: see `prefix_weights`."""
+        return sorted(prefix_weights(width, self.dims, self.weights).items())
+
+
+def unit_prefixes(groups: Sequence[Sequence[Block]], dim: int) -> list[list[Block]]:
+    """The blocks with the first `dim` numbers of all vectors, scaled to length 1, in fp32 (fp64 for fp64)."""
+    tensors, sides = distinct_sides(groups)
+    # In fp32: the squares of half-precision vectors lose too much.
+    wide = accumulation_dtype(tensors[0].dtype)
+    unit = [l2_normalize(t[:, :dim].astype(wide)) for t in tensors]
+    return [
+        [dataclasses.replace(block, left=unit[l], right=unit[r]) for block, (l, r) in zip(group, places, strict=True)]
+        for group, places in zip(groups, sides, strict=True)
+    ]
+
+
+@paddle.no_grad()
+def own_cosines(group: Sequence[Block], dim: int) -> Tensor:
+    """[B] cosines of the rows' own pairs, of the first `dim` numbers."""
+    cosines = None
+    for block in group:
+        if block.own is not None:
+            wide = accumulation_dtype(block.left.dtype)
+            left = l2_normalize(block.left[:, :dim].astype(wide))
+            right = l2_normalize(block.right[:, :dim].index_select(block.own.clip(min=0)).astype(wide))
+            here = paddle.where(block.own < 0, paddle.full_like(left[:, 0], -2.0), (left * right).sum(axis=1))
+            cosines = here if cosines is None else paddle.maximum(cosines, here)
+    return cosines
+
+
+def prefix_groups(groups: Sequence[Sequence[Block]], dim: int, margin: float | None) -> list[list[Block]]:
+    """`unit_prefixes` with the margin rule's limits at this prefix.
+
+    Raises:
+        ValueError: a block has a limit, and `margin` is None.
+    """
+    result = []
+    for group, unit in zip(groups, unit_prefixes(groups, dim), strict=True):
+        if any(block.limit is not None for block in group):
+            if margin is None:
+                raise ValueError("matryoshka: blocks with a limit need Matryoshka(margin=...), to have one per prefix")
+            limit = own_cosines(group, dim) + margin
+            unit = [b if b.limit is None else dataclasses.replace(b, limit=limit) for b in unit]
+        result.append(unit)
+    return result
 
 
 def matryoshka_loss(

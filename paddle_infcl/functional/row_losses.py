@@ -61,8 +61,18 @@ class RowLoss(Protocol):
     #: down == -dothers in every row, always.
     balanced: bool
 
-    def bind(self, group: Sequence[Block], scale: Tensor, memory_budget: int | None) -> RowLoss:
-        """The row loss of one group: what depends on its blocks is computed once."""
+    def bind(
+        self, group: Sequence[Block], scale: Tensor, memory_budget: int | None, counts: Tensor | None = None
+    ) -> RowLoss:
+        """The row loss of one group: what depends on its blocks is computed once.
+
+        Args:
+            group: the blocks of the softmax.
+            scale: one element, 1/T.
+            memory_budget: as for the losses.
+            counts: [B] negatives of each row, where the caller knows better than the blocks: they may be spread over
+                processes. None: counted here.
+        """
 
     def __call__(self, lse_others: Tensor, own: Tensor, rows: slice) -> RowTerms:
         """Terms of some rows of the bound group."""
@@ -73,7 +83,7 @@ class InfoNCE:
 
     balanced = True
 
-    def bind(self, group, scale, memory_budget) -> InfoNCE:
+    def bind(self, group, scale, memory_budget, counts=None) -> InfoNCE:
         return self
 
     def __call__(self, lse_others: Tensor, own: Tensor, rows: slice) -> RowTerms:
@@ -105,9 +115,10 @@ class Debiased:
             raise ValueError(f"tau_plus: must be between 0 and 1 (without 1), got {tau_plus}")
         self.tau_plus = tau_plus
 
-    def bind(self, group, scale, memory_budget) -> Debiased:
+    def bind(self, group, scale, memory_budget, counts=None) -> Debiased:
         bound = Debiased(self.tau_plus)
-        bound.log_count = paddle.log(count_negatives(group, memory_budget).astype(scale.dtype))
+        counts = count_negatives(group, memory_budget) if counts is None else counts
+        bound.log_count = paddle.log(counts.astype(scale.dtype))
         bound.floor = bound.log_count - scale.reshape([])
         if isinstance(self.tau_plus, Tensor):
             if list(self.tau_plus.shape) != list(bound.floor.shape):
