@@ -28,6 +28,7 @@ from paddle_infcl.log import warn_once
 
 _CPU_CHUNK = 4 * 2**20
 _DEVICE_CHUNK = 64 * 2**20
+_SUMMED = 4096
 # Stands for -inf where that would meet a factor of 0; its exponential is 0.
 _LOWEST = -1e4
 
@@ -162,15 +163,13 @@ def _forward_chunk(logits: Tensor, label: Tensor, scale: float, ignore_index: in
     z = (z - top).scale_(scale)
     own = paddle.take_along_axis(z, index, 1)
     z.put_along_axis_(index, paddle.full_like(own, -math.inf), 1)
-    # As a product with ones: several times faster on a CPU than a sum along a long axis.
-    ones = paddle.ones([z.shape[1], 1], dtype=z.dtype)
     if return_entropy:
         exps = paddle.exp(z)
         # -inf times 0 would be NaN.
-        others_dot = paddle.matmul(exps * z.clip(min=_LOWEST), ones)
+        others_dot = row_sums(exps * z.clip(min=_LOWEST))
     else:
         exps = z.exp_()
-    others = paddle.matmul(exps, ones)
+    others = row_sums(exps)
     own_exp = paddle.exp(own)
     total = others + own_exp
     logprobs = -softplus(paddle.log(others) - own)
@@ -213,6 +212,20 @@ def _backward_chunk(logits, label, scale, ignore_index, incoming, saved) -> Tens
 def softplus(x: Tensor) -> Tensor:
     """log(1 + exp(x)) with full relative precision; inf at inf (where a clip would stop at 3.4e38)."""
     return paddle.nn.functional.relu(x) + paddle.log1p(paddle.exp(-paddle.abs(x)))
+
+
+def row_sums(x: Tensor) -> Tensor:
+    """[rows, 1] sums of x [rows, n].
+
+    As products with ones, several times faster on a CPU than a sum along a long axis; and in pieces, since either
+    adds up in float32 with a relative error that reaches 1e-5 (6e-5) for 50257 entries of mixed sizes.
+    """
+    pieces = [x[:, start : start + _SUMMED] for start in range(0, x.shape[1], _SUMMED)]
+    ones = paddle.ones([min(_SUMMED, x.shape[1]), 1], dtype=x.dtype)
+    total = paddle.matmul(pieces[0], ones)
+    for piece in pieces[1:]:
+        total = total + paddle.matmul(piece, ones[: piece.shape[1]])
+    return total
 
 
 def _accumulated(logits: Tensor, top: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -111,9 +111,10 @@ def test_ignored_positions(backend):
 
 
 @pytest.mark.parametrize("backend", ["paddle", "triton"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("cuts", [[0, 40], [0, 7, 40], [0, 1, 2, 39, 40]])
-def test_shards_of_the_vocabulary_merge(backend, cuts):
-    hidden, weight, bias, labels, g = make([2, 5], 12, 40)
+def test_shards_of_the_vocabulary_merge(backend, cuts, dtype):
+    hidden, weight, bias, labels, g = make([2, 5], 12, 40, dtype=dtype)
     bias = bias if backend == "paddle" else None
     hidden.stop_gradient = weight.stop_gradient = False
     y = paddle.to_tensor(labels)
@@ -125,7 +126,8 @@ def test_shards_of_the_vocabulary_merge(backend, cuts):
     logprobs = merge_label_terms(terms)
     logprobs.backward(paddle.to_tensor(g, dtype="float32"))
     want = linear_label_logprobs(exact(hidden), exact(weight), labels, bias=exact(bias), temperature=0.5, g=g)
-    close((logprobs.numpy(), exact(hidden.grad), exact(weight.grad)), want[:3], 1e-5)
+    close((logprobs.numpy(),), want[:1], 1e-5)
+    close((exact(hidden.grad), exact(weight.grad)), want[1:3], 2 * ROUNDING[dtype])
 
 
 def test_merging_is_exact_far_apart():
@@ -219,7 +221,5 @@ def test_arguments_that_do_not_fit():
         w = weight.t() if "transposed_weight" in options else weight
         with pytest.raises(kernels.BackendError, match=told):
             f(hidden, w, y, backend="triton", **options)
-    with pytest.raises(kernels.BackendError, match="float16"):
-        linear_label_terms(hidden.astype("float16"), weight.astype("float16"), y, backend="triton")
     with pytest.raises(ValueError, match="none of auto"):
         f(hidden, weight, y, bias=bias, backend="dense")

@@ -52,15 +52,13 @@ def linear_logprobs_of_labels(
         labels: [R] int64, 0 ... V - 1.
         temperature: T.
         terms: for a shard of the vocabulary: return the two numbers per row that it adds to a log-probability. Labels
-            then count from the shard's first row, -1 is a label of another shard, and fp16 is not taken.
+            then count from the shard's first row, and -1 is a label of another shard.
         memory_budget: bytes of scratch; None: the inputs' size, at least 256 MiB.
 
     Returns:
         [R] fp32, with gradients for hidden and weight; with `terms` a pair of such: the label's logit over T or -inf,
         and the log-sum-exp of the other logits.
     """
-    if terms and hidden.dtype == paddle.float16:
-        raise TypeError("shards of the vocabulary need float32 or bfloat16, got float16")
     layer = _Terms if terms else _Linear
     return layer.apply(hidden, weight, _Work(hidden, weight, labels, 1.0 / temperature, memory_budget))
 
@@ -82,10 +80,10 @@ class _Work:
         self.own = one_pass.own_similarity_of(self.s, None)
 
     def second_pass(self, factors) -> tuple:
-        chunks = cdiv(self.s.B, two_pass.chunk(self.s, self.budget)[0])
+        # The weight's is summed in fp32: chunks of rows add to it, and labels that occur more than once.
         sides = [
-            Gradient(t, once=writes == 1) if wanted else None
-            for t, writes, wanted in zip((self.s.left, self.s.right), (1, chunks), self.wanted, strict=True)
+            Gradient(t, once=once) if wanted else None
+            for t, once, wanted in zip((self.s.left, self.s.right), (True, False), self.wanted, strict=True)
         ]
         two_pass.gradients(self.s, self.scale, *factors, left=sides[0], right=sides[1], budget=self.budget)
         return tuple(None if side is None else side.result() for side in sides)
@@ -129,4 +127,4 @@ class _Terms(PyLayer):
         reference, factor, _, gain = two_pass.row_factors(
             work.s, work.others, None, work.scale, g_others.contiguous(), 1.0, None
         )
-        return work.second_pass((reference, factor, g_own.contiguous(), gain))
+        return work.second_pass((reference, factor, g_own * work.plain_scale, gain))
