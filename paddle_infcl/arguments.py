@@ -80,7 +80,9 @@ class EmbeddingArgument:
 
     # The data.
     train_files: Optional[List[str]] = _option(None, "JSONL files of pairs; instead of dataset_name_or_path.")
-    train_weights: Optional[List[float]] = _option(None, "How often each of train_files is drawn; default: 1 each.")
+    train_weights: Optional[List[float]] = _option(
+        None, "How many times the rows of each of train_files come up in an epoch, 0.5: half of them; default: 1 each."
+    )
     pad_negatives: str = _option(
         "none",
         "Rows with fewer hard negatives than group_size - 1: none leaves them shorter, repeat draws some again "
@@ -103,9 +105,13 @@ class EmbeddingArgument:
 
     # Evaluation while training.
     eval_pairs: Optional[str] = _option(None, "JSONL file of held-out pairs to evaluate retrieval on.")
-    eval_queries: Optional[str] = _option(None, "JSONL file of queries; together with eval_corpus and eval_qrels.")
-    eval_corpus: Optional[str] = _option(None, "JSONL file of passages.")
-    eval_qrels: Optional[str] = _option(None, "Relevance judgements in TREC's or BEIR's format.")
+    eval_queries: Optional[str] = _option(
+        None, "JSONL file of queries, _id and text; with eval_corpus and eval_qrels."
+    )
+    eval_corpus: Optional[str] = _option(
+        None, "JSONL file of passages, _id and text; beside eval_pairs: more passages."
+    )
+    eval_qrels: Optional[str] = _option(None, "Relevance judgements in BEIR's or TREC's format.")
     early_stopping_patience: Optional[int] = _option(
         None, "Stop after this many evaluations in a row without a better metric_for_best_model."
     )

@@ -150,10 +150,13 @@ def _check_embedding(v, problems: list[Problem]) -> None:
         fit = f"needs one weight for each of train_files, which has {len(files or [])}"
         need(len(file_weights) == len(files or []), "train_weights", fit)
         need(all(0 < w < math.inf for w in file_weights), "train_weights", "must be positive")
-    evaluation = [option for option in ("eval_queries", "eval_corpus", "eval_qrels") if getattr(v, option)]
-    for option in evaluation:
-        need(len(evaluation) == 3, option, "needs eval_queries, eval_corpus and eval_qrels together")
-        need(v.eval_pairs is None, option, "eval_pairs is given as well: evaluate on one of the two")
+    if v.eval_pairs:
+        for option in ("eval_queries", "eval_qrels"):
+            need(not getattr(v, option), option, "eval_pairs is given as well: evaluate on one of the two")
+    else:
+        evaluation = [option for option in ("eval_queries", "eval_corpus", "eval_qrels") if getattr(v, option)]
+        for option in evaluation:
+            need(len(evaluation) == 3, option, "needs eval_queries, eval_corpus and eval_qrels together")
 
 
 def _check_training(v, problems: list[Problem]) -> None:
@@ -313,9 +316,11 @@ def _check_data(v, found: Checked) -> None:
         if len(dev) == 1 and v.do_eval and not (v.eval_pairs or v.eval_queries):
             found.changes["eval_pairs"] = v.eval_pairs = dev[0]
     for option in ("eval_pairs", "eval_queries", "eval_corpus", "eval_qrels"):
-        file = getattr(v, option)
-        if file and not os.path.isfile(os.path.expanduser(file)):
+        file = os.path.expanduser(getattr(v, option) or "")
+        if file and not os.path.isfile(file):
             found.missing.append(Problem(option, file, "there is no such file"))
+        if file != (getattr(v, option) or ""):
+            found.changes[option] = file
     resume = v.resume_from_checkpoint
     if resume and str(resume).lower() not in ("true", "false") and not os.path.isdir(os.path.expanduser(str(resume))):
         found.missing.append(Problem("resume_from_checkpoint", resume, "there is no such folder"))
