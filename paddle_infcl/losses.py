@@ -10,11 +10,9 @@ import paddle
 from paddle import Tensor, nn
 
 from paddle_infcl import kernels
-from paddle_infcl.distributed.gather import gather_constants, gather_rows, row_counts
+from paddle_infcl.distributed.negatives import check_strategy, global_counts, global_info_nce
 from paddle_infcl.distributed.ranks import Ranks
-from paddle_infcl.functional.blocks import own_columns
-from paddle_infcl.functional.contrastive import info_nce, info_nce_groups
-from paddle_infcl.functional.counting import count_negatives
+from paddle_infcl.functional.contrastive import info_nce_groups
 from paddle_infcl.functional.matryoshka import matryoshka_loss, prefix_weights
 from paddle_infcl.functional.vectors import l2_normalize
 
@@ -34,7 +32,8 @@ class InfCLLoss(nn.Layer):
         matryoshka_weights: one per dim.
         backend: "auto", "triton", "paddle" or "dense".
         memory_budget: bytes of logits held at once.
-        cross_device: negatives from all processes; False: from this one alone.
+        strategy: how negatives of other processes take part: "gather", "ring", "auto", or "local", not at all. See
+            `distributed.negatives`.
         ranks: the processes that share the batch; None: `Ranks.current()` at the first call.
 
     Raises:
@@ -51,7 +50,7 @@ class InfCLLoss(nn.Layer):
         matryoshka_weights: Sequence[float] | None = None,
         backend: str = "auto",
         memory_budget: int | None = None,
-        cross_device: bool = True,
+        strategy: str = "auto",
         ranks: Ranks | None = None,
     ):
         super().__init__()
@@ -59,12 +58,13 @@ class InfCLLoss(nn.Layer):
             raise ValueError(f"temperature: must be positive and finite, got {temperature}")
         if backend not in kernels.BACKENDS:
             raise ValueError(f"backend: {backend!r} is none of {', '.join(kernels.BACKENDS)}")
+        check_strategy(strategy)
         if matryoshka_dims:
             prefix_weights(max(matryoshka_dims), matryoshka_dims, matryoshka_weights)
         self._temperature, self.margin, self.backend, self.memory_budget = temperature, margin, backend, memory_budget
         self.matryoshka_dims = list(matryoshka_dims) if matryoshka_dims else None
         self.matryoshka_weights = list(matryoshka_weights) if matryoshka_weights else None
-        self.cross_device, self._ranks = cross_device, ranks
+        self.strategy, self._ranks = strategy, ranks
         self.log_temperature = None
         if learnable_temperature:
             self.log_temperature = self.create_parameter(
@@ -103,15 +103,15 @@ class InfCLLoss(nn.Layer):
         Returns:
             0-d loss.
         """
-        p, own, p_ids, weight = self._global(q, p, own, p_ids)
+        own = _given(own, q)
         temperature = self._temperature if self.log_temperature is None else paddle.exp(self.log_temperature)
 
         def one(q: Tensor, p: Tensor) -> Tensor:
-            groups = info_nce_groups(q, p, own=own, q_ids=q_ids, p_ids=p_ids, margin=self.margin)
-            return info_nce(
-                groups,
+            return global_info_nce(
+                info_nce_groups(q, p, own=own, q_ids=q_ids, p_ids=p_ids, margin=self.margin),
                 temperature=temperature,
-                row_weights=weight,
+                ranks=self.ranks,
+                strategy=self.strategy,
                 backend=self.backend,
                 memory_budget=self.memory_budget,
             )
@@ -133,34 +133,24 @@ class InfCLLoss(nn.Layer):
 
         All processes must call. With a margin it costs a forward pass of the loss; at full width for Matryoshka.
         """
-        p, own, p_ids, _ = self._global(q, p, own, p_ids)
         if self.matryoshka_dims:
             q, p = l2_normalize(q.astype("float32")), l2_normalize(p.astype("float32"))
-        if q.shape[0] == 0:
-            return 0.0
-        groups = info_nce_groups(q, p, own=own, q_ids=q_ids, p_ids=p_ids, margin=self.margin)
-        return float(count_negatives(groups[0], self.memory_budget).mean())
+        groups = info_nce_groups(q, p, own=_given(own, q), q_ids=q_ids, p_ids=p_ids, margin=self.margin)
+        counts = global_counts(groups[0], ranks=self.ranks, strategy=self.strategy, memory_budget=self.memory_budget)
+        return float(counts.mean()) if q.shape[0] else 0.0
 
-    def _global(self, q: Tensor, p: Tensor, own: Tensor | None, p_ids: Tensor | None):
-        """Passages, own columns and ids of the global batch, and the weight of a row."""
-        if own is None and q.shape[0]:
-            own = own_columns(q.shape[0], p.shape[0])
-        elif own is None:
-            own = paddle.zeros([0], dtype="int64")
-        ranks = self.ranks if self.cross_device else Ranks()
-        total = sum(row_counts(q.shape[0], self.ranks)) if self.ranks.world > 1 else q.shape[0]
-        if ranks.world > 1:
-            own = own + sum(row_counts(p.shape[0], ranks)[: ranks.rank])
-            p = gather_rows(p, ranks)
-            p_ids = None if p_ids is None else gather_constants(p_ids, ranks)
-        return p, own, p_ids, self.ranks.world / max(total, 1)
+
+def _given(own: Tensor | None, q: Tensor) -> Tensor | None:
+    """Without rows, no number of passages per query follows."""
+    return paddle.zeros([0], dtype="int64") if own is None and q.shape[0] == 0 else own
 
 
 def build_loss(arguments, ranks: Ranks | None = None) -> InfCLLoss:
     """The loss that the options ask for.
 
     `inf_cl_loss: true` streams the softmax; otherwise it is the standard contrastive loss, all logits in memory. Both
-    have the same value, gradients and negatives.
+    have the same value, gradients and negatives. Negatives come from all processes, by `negatives_strategy`;
+    PaddleNLP's `embedding_negatives_cross_device: false` turns that off for the standard loss, as it does there.
 
     Args:
         arguments: `EmbeddingArgument`, or any object with (some of) its fields, such as PaddleNLP's.
@@ -174,10 +164,9 @@ def build_loss(arguments, ranks: Ranks | None = None) -> InfCLLoss:
         return getattr(arguments, name, default)
 
     streams = option("inf_cl_loss", False) or option("loss_type") == "inf_cl"
-    if streams:
-        cross_device = option("negatives_strategy", "auto") != "local"
-    else:
-        cross_device = option("embedding_negatives_cross_device", True)
+    strategy = option("negatives_strategy", "auto")
+    if not streams and not option("embedding_negatives_cross_device", True):
+        strategy = "local"
     return InfCLLoss(
         option("embedding_temperature", 0.02),
         learnable_temperature=option("learnable_temperature", False),
@@ -186,6 +175,6 @@ def build_loss(arguments, ranks: Ranks | None = None) -> InfCLLoss:
         matryoshka_weights=option("embedding_matryoshka_weights"),
         backend=option("inf_cl_backend", "auto") if streams else "dense",
         memory_budget=option("inf_cl_memory_budget"),
-        cross_device=cross_device,
+        strategy=strategy,
         ranks=ranks,
     )

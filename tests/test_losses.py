@@ -46,12 +46,12 @@ def test_build_loss_reads_the_options():
     )  # fmt: skip
     loss = build_loss(arguments)
     assert (loss.temperature, loss.backend, loss.memory_budget, loss.margin) == (0.07, "paddle", 1000, 0.2)
-    assert loss.matryoshka_dims == [4, 2] and loss.matryoshka_weights == [1.0, 0.5] and not loss.cross_device
+    assert loss.matryoshka_dims == [4, 2] and loss.matryoshka_weights == [1.0, 0.5] and loss.strategy == "local"
     # PaddleNLP's own arguments: loss_type chooses, and its switch for cross-device negatives keeps its meaning.
     theirs = SimpleNamespace(loss_type="inf_cl", embedding_temperature=0.02, embedding_negatives_cross_device=False)
-    assert build_loss(theirs).backend == "auto" and build_loss(theirs).cross_device
+    assert build_loss(theirs).backend == "auto" and build_loss(theirs).strategy == "auto"
     theirs.loss_type = "contrastive"
-    assert build_loss(theirs).backend == "dense" and not build_loss(theirs).cross_device
+    assert build_loss(theirs).backend == "dense" and build_loss(theirs).strategy == "local"
 
 
 def test_learnable_temperature_is_a_parameter_that_moves():
@@ -113,6 +113,7 @@ def test_layer_errors():
     for options, message in [
         ({"temperature": 0.0}, "positive"),
         ({"backend": "x"}, "none of"),
+        ({"strategy": "x"}, "negatives_strategy: 'x' is none of"),
         ({"matryoshka_dims": [2, 2]}, "twice"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import paddle
 import paddle.distributed as dist
@@ -41,6 +42,16 @@ class Ranks:
             stride *= group.nranks
         return place
 
+    @cached_property
+    def peers(self) -> tuple[int, ...]:
+        """Global ranks of the processes, by `rank`. The first call is a collective."""
+        ranks = paddle.to_tensor([dist.get_rank()], dtype="int64")
+        for group in self.groups:
+            out = paddle.empty([group.nranks * ranks.shape[0]], dtype="int64")
+            dist.stream.all_gather(out, ranks, group=group)
+            ranks = out
+        return tuple(int(r) for r in ranks.numpy())
+
     @classmethod
     def current(cls) -> Ranks:
         """All processes that hold different rows in this run: of fleet's topology where there is one, else all."""
@@ -61,13 +72,6 @@ def backend_of(group) -> str:
     return group.process_group.name().upper()
 
 
-def all_counts(count: int, group) -> list[int]:
-    """The processes' counts, by rank."""
-    out: list[Tensor] = []
-    dist.all_gather(out, paddle.to_tensor([count], dtype="int64"), group=group)
-    return [int(t) for t in out]
-
-
 def padded(rows: Tensor, length: int) -> Tensor:
     """[n, ...] with zero rows appended up to `length`."""
     missing = length - rows.shape[0]
@@ -83,10 +87,13 @@ def sum_slices(gathered: Tensor, counts: Sequence[int], group) -> Tensor:
     """
     rank, longest = group.rank, max(counts)
     if backend_of(group) != "GLOO":
-        parts = paddle.concat([padded(part, longest) for part in paddle.split(gathered, counts)])
+        even = min(counts) == longest
+        if longest == 0:
+            return gathered
+        parts = gathered if even else paddle.concat([padded(x, longest) for x in paddle.split(gathered, counts)])
         out = paddle.empty([longest, *gathered.shape[1:]], dtype=gathered.dtype)
-        dist.stream.reduce_scatter(out, parts, group=group)
-        return out[: counts[rank]]
+        dist.stream.reduce_scatter(out, parts.contiguous(), group=group)
+        return out if even else out[: counts[rank]]
     total = gathered.astype("float32") if gathered.dtype in (paddle.float16, paddle.bfloat16) else gathered.clone()
     dist.all_reduce(total, group=group)
     start = sum(counts[:rank])
