@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from types import ModuleType
 
+import paddle
 from paddle import Tensor
 
 from paddle_infcl.log import warn_once
@@ -42,6 +43,8 @@ def triton_status(tensor: Tensor | None = None) -> tuple[bool, str, BaseExceptio
     ops, reason, error = _load_ops()
     if ops is None or tensor is None:
         return ops is not None, reason, error
+    if tensor.dtype == paddle.float64:
+        return False, "the kernels take float32, bfloat16 and float16, the tensors are float64", None
     runs, reason = ops.can_run(tensor)
     return runs, reason, None
 

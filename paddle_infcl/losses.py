@@ -13,7 +13,7 @@ from paddle_infcl import kernels
 from paddle_infcl.distributed.negatives import check_strategy, global_counts, global_info_nce
 from paddle_infcl.distributed.ranks import Ranks
 from paddle_infcl.functional.contrastive import info_nce_groups
-from paddle_infcl.functional.matryoshka import matryoshka_loss, prefix_weights
+from paddle_infcl.functional.matryoshka import Matryoshka, prefix_weights
 from paddle_infcl.functional.vectors import l2_normalize
 
 
@@ -106,19 +106,18 @@ class InfCLLoss(nn.Layer):
         own = _given(own, q)
         temperature = self._temperature if self.log_temperature is None else paddle.exp(self.log_temperature)
 
-        def one(q: Tensor, p: Tensor) -> Tensor:
-            return global_info_nce(
-                info_nce_groups(q, p, own=own, q_ids=q_ids, p_ids=p_ids, margin=self.margin),
-                temperature=temperature,
-                ranks=self.ranks,
-                strategy=self.strategy,
-                backend=self.backend,
-                memory_budget=self.memory_budget,
-            )
-
+        matryoshka = None
         if self.matryoshka_dims:
-            return matryoshka_loss(one, q, p, self.matryoshka_dims, self.matryoshka_weights)
-        return one(q, p)
+            matryoshka = Matryoshka(self.matryoshka_dims, self.matryoshka_weights, self.margin)
+        return global_info_nce(
+            info_nce_groups(q, p, own=own, q_ids=q_ids, p_ids=p_ids, margin=self.margin),
+            temperature=temperature,
+            ranks=self.ranks,
+            strategy=self.strategy,
+            backend=self.backend,
+            memory_budget=self.memory_budget,
+            matryoshka=matryoshka,
+        )
 
     @paddle.no_grad()
     def effective_negatives(

@@ -17,7 +17,7 @@ from paddle_infcl.distributed.gather import row_counts
 from paddle_infcl.distributed.negatives import global_counts, global_info_nce
 from paddle_infcl.functional.blocks import Block
 from paddle_infcl.functional.candidates import Candidates
-from paddle_infcl.functional.contrastive import info_nce, info_nce_groups
+from paddle_infcl.functional.contrastive import info_nce_groups
 from paddle_infcl.functional.distillation import DISTILLATIONS, distillation_loss
 from paddle_infcl.functional.guided import MARGIN_STRATEGIES, guided_groups
 from paddle_infcl.functional.matryoshka import Matryoshka, prefix_groups, unit_prefixes
@@ -251,19 +251,10 @@ class ObjectiveLoss(InfCLLoss):
             return symmetric_loss(batch.q, batch.p, q_ids=batch.q_ids, p_ids=batch.p_ids, **options)
         groups = self.objective.groups(batch)
         options |= extras
-        if not self.matryoshka_dims:
-            return global_info_nce(groups, ranks=self.ranks, strategy=self.strategy, **options)
-        matryoshka = Matryoshka(self.matryoshka_dims, self.matryoshka_weights, self.margin)
-        if alone:
-            return info_nce(groups, matryoshka=matryoshka, **options)
-        terms = [
-            weight
-            * global_info_nce(
-                prefix_groups(groups, dim, self.margin), ranks=self.ranks, strategy=self.strategy, **options
-            )
-            for dim, weight in matryoshka.by_width(batch.q.shape[1])
-        ]
-        return sum(terms[1:], terms[0])
+        matryoshka = None
+        if self.matryoshka_dims:
+            matryoshka = Matryoshka(self.matryoshka_dims, self.matryoshka_weights, self.margin)
+        return global_info_nce(groups, ranks=self.ranks, strategy=self.strategy, matryoshka=matryoshka, **options)
 
     def _distilled(self, q, p, own, scores, temperature) -> Tensor:
         if scores is None:

@@ -93,3 +93,14 @@ def test_triton_gets_the_blocks_where_it_runs(fake_ops):
     assert float(seen["scale"]) == 2.0 and seen["row_weights"] == 0.5 and seen["memory_budget"] == 77
     assert seen["groups"][0][0].left is q
     assert kernels.triton_status(q)[0]
+
+
+def test_float64_is_not_for_the_kernels(fake_ops, said):
+    """Where they run, too: auto computes it in plain Paddle and says so."""
+    ops = types.ModuleType("paddle_infcl_ops")
+    ops.availability = lambda: (True, "", None)
+    ops.can_run = lambda tensor: (True, "")
+    fake_ops(ops)
+    assert kernels.choose_backend("auto", paddle.zeros([1])) == "triton"
+    assert kernels.choose_backend("auto", paddle.zeros([1], dtype="float64")) == "paddle"
+    assert "the tensors are float64" in said[0]

@@ -26,6 +26,7 @@ from paddle_infcl.functional.blocks import Block, check_groups
 from paddle_infcl.functional.contrastive import as_scale, info_nce
 from paddle_infcl.functional.counting import count_negatives
 from paddle_infcl.functional.hops import block_functions
+from paddle_infcl.functional.matryoshka import Matryoshka, prefix_groups
 from paddle_infcl.functional.row_losses import InfoNCE, RowLoss
 from paddle_infcl.functional.tiles import accumulation_dtype
 from paddle_infcl.log import logger
@@ -111,6 +112,7 @@ def global_info_nce(
     memory_budget: int | None = None,
     row_loss: RowLoss | None = None,
     label_smoothing: float = 0.0,
+    matryoshka: Matryoshka | None = None,
 ) -> Tensor:
     """This process's part of the loss of all: its rows, against the columns of all processes.
 
@@ -124,6 +126,8 @@ def global_info_nce(
             over all rows of w_i loss_i.
         backend, memory_budget: as for `functional.info_nce`.
         row_loss, label_smoothing: as for `functional.info_nce`; with the latter auto takes gather.
+        matryoshka: as for `functional.info_nce`; columns are gathered once for all prefixes, and go round the ring
+            once for each.
 
     Returns:
         0-d: W times the sum over own rows of w_i loss_i.
@@ -141,18 +145,32 @@ def global_info_nce(
     options = {"backend": backend, "memory_budget": memory_budget}
     options |= {} if row_loss is None else {"row_loss": row_loss}
     options |= {"label_smoothing": label_smoothing} if label_smoothing else {}
+    prefixes = {} if matryoshka is None else {"matryoshka": matryoshka}
     if ranks.world == 1 or strategy == "local":
         total = sum(row_counts(rows, ranks)) if ranks.world > 1 else rows
         weights = ranks.world * (1.0 / max(total, 1) if row_weights is None else row_weights)
-        return info_nce(groups, temperature=temperature, row_weights=weights, **options)
+        return info_nce(groups, temperature=temperature, row_weights=weights, **options, **prefixes)
     scale = as_scale(temperature, groups[0][0].left.dtype)
     layout = meet(groups, ranks, scale)
     weights = ranks.world * (1.0 / max(sum(layout.rows), 1) if row_weights is None else row_weights)
-    groups = numbered_owners(groups, layout, ranks.rank)
+    own_groups, groups = groups, numbered_owners(groups, layout, ranks.rank)
     if choose_strategy(strategy, layout, ranks.rank) == "gather":
-        return info_nce(
-            gathered_groups(groups, layout, ranks), temperature=temperature, row_weights=weights, **options
-        )
+        gathered = gathered_groups(groups, layout, ranks)
+        return info_nce(gathered, temperature=temperature, row_weights=weights, **options, **prefixes)
+    if matryoshka is not None:
+        terms = [
+            part_weight
+            * global_info_nce(
+                prefix_groups(own_groups, dim, matryoshka.margin),
+                temperature=temperature,
+                ranks=ranks,
+                strategy="ring",
+                row_weights=row_weights,
+                **options,
+            )
+            for dim, part_weight in matryoshka.by_width(groups[0][0].left.shape[1])
+        ]
+        return sum(terms[1:], terms[0])
     plan = _ring_plan(groups, layout, ranks, scale, weights, row_loss, **options)
     return ring_loss(plan, scale)
 
