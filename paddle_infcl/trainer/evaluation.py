@@ -104,8 +104,9 @@ class EvaluatesRetrieval:
         for start in range(0, len(texts), _ENCODE_BLOCK * ranks.world):
             block = texts[start : start + _ENCODE_BLOCK * ranks.world]
             own = encode_texts(self.model, self.tokenizer, block[ranks.rank :: ranks.world], **options)
-            gathered = gather_constants(paddle.to_tensor(own), ranks).numpy()
-            order = np.concatenate([np.arange(rank, len(block), ranks.world) for rank in range(ranks.world)])
+            shares = [np.arange(rank, len(block), ranks.world) for rank in range(ranks.world)]
+            gathered = gather_constants(paddle.to_tensor(own), ranks, [len(share) for share in shares]).numpy()
+            order = np.concatenate(shares)
             part = np.empty_like(gathered)
             part[order] = gathered
             parts.append(part)
