@@ -107,10 +107,10 @@ class _Job:
     def backward(self, incoming):
         if self.gradients is None:
             gradients, terms = self._two_passes(incoming)
-            gradients = [None if g is None else g.result() for g in gradients]
+            gradients = [g and g.result() for g in gradients]
             incoming = None
         else:
-            gradients = [None if g is None else scaled(g, incoming, g.dtype) for g in self.gradients]
+            gradients = [g and scaled(g.buffer, incoming, g.like.dtype) for g in self.gradients]
             terms = self.scale_terms
         scale_gradient = None
         if terms is not None:
@@ -130,8 +130,7 @@ class _Job:
                 left=self._of(gradients, s.left_source), right=self._of(gradients, s.right_source),
                 terms=terms, add_terms=k > 0,
             )  # fmt: skip
-        self.gradients = [None if g is None else g.result() for g in gradients]
-        self.scale_terms = terms
+        self.gradients, self.scale_terms = gradients, terms
 
     def _log_sum_exps(self, losses):
         self.lse, self.own = [], []
@@ -174,7 +173,7 @@ class _Job:
             for s in group:
                 left, right = self.of[id(s.left_source)], self.of[id(s.right_source)]
                 writes[left] += 1
-                writes[right] += chunks(s)
+                writes[right] += chunks(s) + (s.own is not None)
                 if left == right:
                     both.add(left)
         return [

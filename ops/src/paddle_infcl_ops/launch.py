@@ -8,6 +8,7 @@ import paddle
 from . import tuning
 from .driver import empty, is_interpreting, launch
 from .products import product_kernel
+from .rows import own_scatter_kernel
 from .tiles import (
     EXP,
     HARDNESS_ALL,
@@ -99,7 +100,7 @@ class Similarity:
 
     def launch(
         self, mode: int, scale, rows: tuple[int, int], columns: tuple[int, int], *, kind, out=None, reference=None,
-        factor=None, own_value=None, flags=None, part_sum=None, part_max=None,
+        factor=None, flags=None, part_sum=None, part_max=None,
     ):  # fmt: skip
         """One launch over rows [r0, r1) and columns [c0, c1).
 
@@ -135,7 +136,7 @@ class Similarity:
         launch(
             similarity_kernel, _grid(tiles, tile, self.sms),
             left, right, out, scale, rows_from(reference, r0), rows_from(factor, r0),
-            rows_from(self.own, r0), rows_from(own_value, r0), rows_from(self.self_column, r0),
+            rows_from(self.own, r0), rows_from(self.self_column, r0),
             row_ids, column_ids, self.hits, rows_from(self.owner, c0), rows_from(self.limit, r0),
             guide_left, guide_right, threshold, self.strength, flags, part_sum, part_max,
             count, N, c0, D, DG, block.row_offset + r0, left_stride, right_stride, out_stride,
@@ -148,6 +149,19 @@ class Similarity:
             PRECISION=precision(self.dtype), UPCAST=upcast(self.dtype),
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
+
+
+def add_own_terms(s: Similarity, r0: int, r1: int, own_coefficient, out) -> None:
+    """out_own(i) += own_coefficient_i * left_i for rows r0 ... r1; the coefficients are the chunk's own, `out` fp32."""
+    launch(
+        own_scatter_kernel, (cdiv(r1 - r0, 4),), rows_from(s.left, r0), rows_from(s.own, r0), own_coefficient, out,
+        r1 - r0, s.D, row_stride(s.left), s.D, ROWS=4, BD=row_block(s.D), num_warps=4,
+    )  # fmt: skip
+
+
+def row_block(D: int) -> int:
+    """How many entries of a row a row-wise kernel takes at a time."""
+    return min(1024, 1 << max(4, (D - 1).bit_length()))
 
 
 def product(kind: str, like: Similarity, a, b, out, alpha, *, M, N, K, transposed=False, gain=None, accumulate=False,
@@ -188,4 +202,15 @@ def product(kind: str, like: Similarity, a, b, out, alpha, *, M, N, K, transpose
     return splits, split_rows
 
 
-__all__ = ["EXP", "FLAG_ROWS", "LSE", "Similarity", "cdiv", "precision", "product", "upcast"]
+__all__ = [
+    "EXP",
+    "FLAG_ROWS",
+    "LSE",
+    "Similarity",
+    "add_own_terms",
+    "cdiv",
+    "precision",
+    "product",
+    "row_block",
+    "upcast",
+]

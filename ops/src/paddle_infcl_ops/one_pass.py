@@ -6,7 +6,7 @@ For a chunk of rows, c a guess at each row's largest logit (a few sampled column
     E_ij = exp(z_ij - c_i), 0 at own and dropped entries          one product, stored in the inputs' dtype
     l_i  = sum_j E_ij, loss_i and the coefficients                 rows.py
     dleft_i = coefficient_i * sum_j E_ij right_j - own             second product
-    dright += E^T @ (left * coefficient), own term included        third product, fp32 sums
+    dright += E^T @ (left * coefficient) - own                     third product, fp32 sums
 
 Rows whose l_i says that the guess was bad (outside 2^-40 .. 2^80) are computed again before anything uses them, with
 the true largest logit, which the first run has found on its way. That launch is always made and looks at flags, so
@@ -24,7 +24,7 @@ import paddle
 from . import tuning
 from .driver import empty, launch
 from .gradients import Gradient
-from .launch import EXP, FLAG_ROWS, Similarity, cdiv, precision, product, upcast
+from .launch import EXP, FLAG_ROWS, Similarity, add_own_terms, cdiv, precision, product, row_block, upcast
 from .rows import check_kernel, finish_kernel, own_kernel, reference_kernel, state_kernel
 from .views import empty_rows, row_stride, rows_from
 
@@ -115,11 +115,10 @@ def loss_and_gradients(
     wants_left = left is not None or terms is not None
     splits = budget_plan.splits
     sums = empty_rows(splits * cdiv(rows, 256) * 256, D, fp32, s.left) if wants_left else None
-    BD = min(1024, 1 << max(4, (D - 1).bit_length()))
     for r0 in range(0, B, rows):
         r1 = min(r0 + rows, B)
         count = r1 - r0
-        ends = dict(out=E, reference=reference, part_sum=part_sum, part_max=part_max)
+        ends = {"out": E, "reference": reference, "part_sum": part_sum, "part_max": part_max}
         s.launch(EXP, scale, (r0, r1), (0, N), kind="exp", **ends)
         launch(
             check_kernel, (cdiv(count, flag_rows),), part_sum, part_max, total, rows_from(reference, r0), flags,
@@ -131,24 +130,24 @@ def loss_and_gradients(
             rows_from(own_similarity, r0), scale, rows_from(weight, r0) if not isinstance(weight, float) else weight,
             weight_factor, rows_from(loss, r0), coefficient, own_coefficient, rows_from(s.left, r0), scaled,
             count, tiles, D, rows, row_stride(s.left), 0 if scaled is None else row_stride(scaled),
-            FLAG_ROWS=flag_rows, ROWS=8, BT=64, BD=min(BD, 512), num_warps=4,
+            FLAG_ROWS=flag_rows, ROWS=8, BT=64, BD=min(512, row_block(D)), num_warps=4,
         )  # fmt: skip
-        used = split_rows = 0
         if wants_left:
             used, split_rows = product("left", s, E, s.right, sums, 1.0, M=count, N=D, K=N, splits=splits)
-        out = None if left is None else left.buffer
-        launch(
-            finish_kernel, (cdiv(count, 4),), sums, used, split_rows, 0 if sums is None else row_stride(sums),
-            coefficient, own_coefficient, rows_from(s.own, r0), s.right, row_stride(s.right),
-            rows_from(s.left, r0), row_stride(s.left), rows_from(out, r0), D, rows_from(terms, r0),
-            None if right is None else E, row_stride(E), total, scale, count, D,
-            ACCUMULATE=left is not None and left.written, ADD_TERMS=add_terms, ROWS=4, BD=BD, num_warps=4,
-        )  # fmt: skip
+            out = None if left is None else left.buffer
+            launch(
+                finish_kernel, (cdiv(count, 4),), sums, used, split_rows, row_stride(sums), coefficient,
+                own_coefficient, rows_from(s.own, r0), s.right, row_stride(s.right), rows_from(s.left, r0),
+                row_stride(s.left), rows_from(out, r0), D, rows_from(terms, r0), scale, count, D,
+                ACCUMULATE=left is not None and left.written, ADD_TERMS=add_terms, ROWS=4, BD=row_block(D),
+                num_warps=4,
+            )  # fmt: skip
         if right is not None:
             product(
-                "right_once" if right.once else "right", s, E, scaled, right.buffer, 1.0, M=N, N=D, K=count,
-                transposed=True, accumulate=right.written,
+                "right", s, E, scaled, right.buffer, 1.0, M=N, N=D, K=count, transposed=True,
+                accumulate=right.written,
             )  # fmt: skip
+            add_own_terms(s, r0, r1, own_coefficient, right.buffer)
             right.written = True
     if left is not None:
         left.written = True
@@ -165,6 +164,6 @@ def own_similarity_of(s: Similarity, out=None):
         out = empty([s.B], paddle.float32, s.left)
     launch(
         own_kernel, (cdiv(s.B, 4),), s.left, s.right, s.own, out, s.B, s.D, row_stride(s.left), row_stride(s.right),
-        KEEP=keep, ROWS=4, BD=min(1024, 1 << max(4, (s.D - 1).bit_length())), num_warps=4,
+        KEEP=keep, ROWS=4, BD=row_block(s.D), num_warps=4,
     )  # fmt: skip
     return out

@@ -8,6 +8,9 @@ and own_i = scale * <left_i, right_own(i)>:
     sigma_i = sigmoid(lse_i - own_i) = 1 - P_own, which keeps its relative precision where P_own rounds to 1
     dleft_i = w_i * scale * sigma_i * (sum_j E_ij right_j / l_i - right_own(i))
 
+The own terms of both gradients are added in fp32: in a trained model they are most of the gradient, and a rounded
+matrix entry would cost digits.
+
 Nothing is divided by exp(own_i - c_i) or taken from 1, so any range of logits will do as long as l_i is a number.
 `reference`, part maxima and everything called `...2` are in units of log 2.
 """
@@ -174,51 +177,61 @@ def state_kernel(
 @triton.jit
 def finish_kernel(
     parts, splits, split_rows, parts_stride, coefficient, own_coefficient, own, right, right_stride, left, left_stride,
-    out, out_stride, terms, matrix, matrix_stride, total, scale, rows, D,
+    out, out_stride, terms, scale, rows, D,
     ACCUMULATE: tl.constexpr, ADD_TERMS: tl.constexpr, ROWS: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """The end of dleft: out_i = coefficient_i * sum of the splits + own_coefficient_i * right_own(i)  (+ out_i).
 
-    Optional: terms_i (+)= <left_i, dleft_i> / scale, the row's part of dL/dscale; and matrix[i, own_i] = -total_i, so
-    that the third product, whose rows are scaled by coefficient_i, contains the own term.
+    terms_i (+)= <left_i, dleft_i> / scale, the row's part of dL/dscale. Either of out and terms may be None.
     """
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = i < rows
     row = i.to(tl.int64)[:, None]
-    if own is not None:
+    part = tl.full((ROWS,), 1.0, dtype=tl.float32)
+    if coefficient is not None:
+        part = tl.load(coefficient + i, mask=inside, other=0.0)
+    if own_coefficient is not None:
         o = tl.load(own + i, mask=inside, other=-1)
-    if parts is not None:
-        part = tl.full((ROWS,), 1.0, dtype=tl.float32)
-        if coefficient is not None:
-            part = tl.load(coefficient + i, mask=inside, other=0.0)
-        term = tl.zeros((ROWS, BD), dtype=tl.float32)
-        for d in range(0, D, BD):
-            c = d + tl.arange(0, BD)
-            both = inside[:, None] & (c < D)[None, :]
-            acc = tl.zeros((ROWS, BD), dtype=tl.float32)
-            for s in range(0, splits):
-                acc += tl.load(parts + (s * split_rows + row) * parts_stride + c[None, :], mask=both, other=0.0)
-            acc = acc * part[:, None]
-            if own_coefficient is not None:
-                y = tl.load(right + o[:, None] * right_stride + c[None, :], mask=both & (o >= 0)[:, None], other=0.0)
-                acc += y.to(tl.float32) * tl.load(own_coefficient + i, mask=inside, other=0.0)[:, None]
-            if terms is not None:
-                x = tl.load(left + row * left_stride + c[None, :], mask=both, other=0.0)
-                term += x.to(tl.float32) * acc
-            if out is not None:
-                at = out + row * out_stride + c[None, :]
-                if ACCUMULATE:
-                    acc += tl.load(at, mask=both, other=0.0)
-                tl.store(at, acc.to(out.dtype.element_ty), mask=both)
+    term = tl.zeros((ROWS, BD), dtype=tl.float32)
+    for d in range(0, D, BD):
+        c = d + tl.arange(0, BD)
+        both = inside[:, None] & (c < D)[None, :]
+        acc = tl.zeros((ROWS, BD), dtype=tl.float32)
+        for s in range(0, splits):
+            acc += tl.load(parts + (s * split_rows + row) * parts_stride + c[None, :], mask=both, other=0.0)
+        acc = acc * part[:, None]
+        if own_coefficient is not None:
+            y = tl.load(right + o[:, None] * right_stride + c[None, :], mask=both & (o >= 0)[:, None], other=0.0)
+            acc += y.to(tl.float32) * tl.load(own_coefficient + i, mask=inside, other=0.0)[:, None]
         if terms is not None:
-            value = tl.sum(term, axis=1) / scalar(scale)
-            if ADD_TERMS:
-                value += tl.load(terms + i, mask=inside, other=0.0)
-            tl.store(terms + i, value, mask=inside)
-    if matrix is not None:
-        value = -tl.load(total + i, mask=inside, other=0.0)
-        at = matrix + i.to(tl.int64) * matrix_stride + o
-        tl.store(at, value.to(matrix.dtype.element_ty), mask=inside & (o >= 0))
+            x = tl.load(left + row * left_stride + c[None, :], mask=both, other=0.0)
+            term += x.to(tl.float32) * acc
+        if out is not None:
+            at = out + row * out_stride + c[None, :]
+            if ACCUMULATE:
+                acc += tl.load(at, mask=both, other=0.0)
+            tl.store(at, acc.to(out.dtype.element_ty), mask=both)
+    if terms is not None:
+        value = tl.sum(term, axis=1) / scalar(scale)
+        if ADD_TERMS:
+            value += tl.load(terms + i, mask=inside, other=0.0)
+        tl.store(terms + i, value, mask=inside)
+
+
+@triton.jit
+def own_scatter_kernel(
+    left, own, own_coefficient, out, rows, D, left_stride, out_stride, ROWS: tl.constexpr, BD: tl.constexpr
+):  # fmt: skip
+    """The own terms of dright, in fp32: out_own(i) += own_coefficient_i * left_i. Rows may share a column."""
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = i < rows
+    o = tl.load(own + i, mask=inside, other=-1)
+    part = tl.load(own_coefficient + i, mask=inside, other=0.0)
+    for d in range(0, D, BD):
+        c = d + tl.arange(0, BD)
+        both = (o >= 0)[:, None] & (c < D)[None, :]
+        x = tl.load(left + i.to(tl.int64)[:, None] * left_stride + c[None, :], mask=both, other=0.0)
+        tl.atomic_add(out + o[:, None] * out_stride + c[None, :], x.to(tl.float32) * part[:, None], both, sem="relaxed")
 
 
 @triton.jit
@@ -263,10 +276,10 @@ def loss_kernel(lse, own_similarity, scale, weight, weight_factor, loss, rows, R
 
 @triton.jit
 def factor_kernel(
-    lse, own_similarity, scale, weight, weight_factor, incoming, largest, reference, factor, own_value, gain, rows,
+    lse, own_similarity, scale, weight, weight_factor, incoming, largest, reference, factor, own_coefficient, gain, rows,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """What the tiles need to recompute P: its reference, the factor of every row, the value at the own entry.
+    """What is needed to recompute P: its reference, the factor of every row, the coefficient of the own entry.
 
     Args:
         lse: [rows] natural; with own_similarity the one over the others, without it the whole row's.
@@ -283,17 +296,17 @@ def factor_kernel(
     outer = 1.0
     if incoming is not None:
         outer = tl.load(incoming).to(tl.float32)
+    whole = tl.load(lse + i, mask=inside, other=0.0)
+    if own_similarity is not None:
+        own = tl.load(own_similarity + i, mask=inside, other=0.0) * scalar(scale)
+        tl.store(own_coefficient + i, -w * outer * scalar(scale) * sigmoid_(whole - own), mask=inside)
+        whole = logaddexp_(whole, own)
     if largest is not None:
         big = scalar(largest) * tl.abs(weight_factor)
         w = w * (32768.0 / tl.where(big == 0, 1.0, big))
         tl.store(gain, big * outer)
     else:
         w = w * outer
-    whole = tl.load(lse + i, mask=inside, other=0.0)
-    if own_similarity is not None:
-        own = tl.load(own_similarity + i, mask=inside, other=0.0) * scalar(scale)
-        tl.store(own_value + i, -w * sigmoid_(whole - own), mask=inside)
-        whole = logaddexp_(whole, own)
     # A row with no candidates has nothing but dropped entries, and -inf - inf is what makes them 0.
     tl.store(reference + i, tl.where(whole == float("-inf"), float("inf"), whole * LOG2E), mask=inside)
     tl.store(factor + i, w, mask=inside)

@@ -8,7 +8,7 @@
 * LSE: the largest z and the sum of exp(z - largest) of every row of the tile. Nothing of size rows x N is stored.
 * EXP: E_ij = exp(min(z_ij - reference_i, 60)) in the inputs' dtype, 0 at own and dropped entries, and each row's sum
   and largest z. The reference is a guess, so a row can come out too large or too small; see rows.py.
-* PROB: P_ij = factor_i * exp(z_ij - reference_i), and `own_value_i` at the own entry.
+* PROB: P_ij = factor_i * exp(z_ij - reference_i), 0 at own and dropped entries.
 
 Exponents are to base 2 inside: z here is log2(e) times the z above, and so are `reference` and the stored maxima.
 Every dimension is masked; addresses are 64 bits wide. With `TMA` the operands are tensor descriptors, which fill with
@@ -198,9 +198,14 @@ def match_kernel(
     tl.store(hits + tl.program_id(0), tl.max(tl.max(hit, axis=1), axis=0))
 
 
-@triton.jit(do_not_specialize=["row_offset", "column_offset", "strength"])
+# Numbers and pointers that change from chunk to chunk, or with an uneven last batch, must not compile anew.
+_CHANGING = ["rows", "row_offset", "column_offset", "part_stride", "strength"]
+_VECTORS = ["reference", "factor", "own", "self_column", "row_ids", "column_ids", "owner", "limit", "threshold"]
+
+
+@triton.jit(do_not_specialize=_CHANGING, do_not_specialize_on_alignment=_VECTORS)
 def similarity_kernel(
-    left, right, out, scale, reference, factor, own, own_value, self_column, row_ids, column_ids, hits, owner, limit,
+    left, right, out, scale, reference, factor, own, self_column, row_ids, column_ids, hits, owner, limit,
     guide_left, guide_right, threshold, strength, flags, part_sum, part_max,
     rows, N, column_offset, D, DG, row_offset, left_stride, right_stride, out_stride, guide_left_stride, guide_right_stride,
     part_stride,
@@ -216,7 +221,7 @@ def similarity_kernel(
         left: [rows, D]; right: [N, D]; out: [rows, N]: pointers or descriptors.
         scale: number or pointer, 1/T.
         reference, factor: [rows] fp32, see above.
-        own: [rows] int64, own_value: [rows] fp32, self_column: [rows] int64; columns count from column_offset.
+        own, self_column: [rows] int64; columns count from column_offset.
         row_ids: [rows, IDS], column_ids: [N, IDS] int64; hits: from `match_kernel` for the same tiles.
         owner: [N] int64, compared with row_offset + i.
         limit: [rows] fp32, against s.
@@ -311,8 +316,4 @@ def similarity_kernel(
                     tl.store(part_sum + part, tl.sum(e, axis=1), mask=i < rows)
                 else:
                     e = tl.exp2(z - ref[:, None]) * tl.load(factor + i, mask=i < rows, other=0.0)[:, None]
-                    if own_value is not None:
-                        if edge:
-                            value = tl.load(own_value + i, mask=i < rows, other=0.0)
-                            e = tl.where(column[None, :] == own_here[:, None], value[:, None], e)
                 store_tile(out, e, m0, n0, rows, N, out_stride, BM, BN, PARTS, OUT_TMA)

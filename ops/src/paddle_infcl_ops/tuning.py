@@ -43,12 +43,12 @@ class Tile:
 # "left" is E @ right, "right" is E^T @ left added up in fp32, "right_once" the same stored in the inputs' dtype.
 _SM90 = {
     "exp": Tile(128, 256, 64, 8, 3, 1, True, True, 2),
-    "exp_short": Tile(64, 256, 32, 4, 4, 2, True, True, 1),
+    "exp_short": Tile(128, 128, 64, 4, 3, 2, True, True, 4),
     "prob": Tile(128, 256, 64, 8, 3, 1, True, True, 2),
-    "prob_short": Tile(64, 256, 32, 4, 4, 2, True, True, 1),
+    "prob_short": Tile(128, 128, 64, 4, 3, 2, True, True, 4),
     "lse": Tile(128, 256, 64, 8, 3, 1, True),
     "lse_short": Tile(128, 128, 64, 4, 3, 2, True),
-    "guide": Tile(128, 128, 64, 8, 3, 0, False, True, 2),
+    "guide": Tile(128, 128, 64, 4, 3, 0, False, True, 4),
     "left": Tile(128, 256, 64, 8, 3, 0, False, True, 4, 8),
     "left_narrow": Tile(128, 128, 64, 8, 4, 0, False, True, 2, 8),
     "right": Tile(128, 256, 64, 8, 4, 0, False, False, 4, 8),

@@ -3,7 +3,7 @@
 
     forward     lse_i = log sum_j exp(z_ij) over the others of one or many blocks; only [B] numbers are kept
     backward    P_ij = factor_i * exp(z_ij - lse_i)             a chunk at a time, stored in the inputs' dtype
-                dleft = scale * P @ right,   dright = scale * P^T @ left
+                dleft = scale * P @ right,   dright = scale * P^T @ left,   own terms apart, in fp32
 
 The chunk is cut in rows, and in columns as well when the budget is small, so that the sums of dright are read and
 written seldom. fp16 can't hold the range of P: there the factors are scaled so that the largest is 2^15.
@@ -15,7 +15,7 @@ import paddle
 
 from .driver import empty, launch
 from .gradients import Gradient
-from .launch import LSE, Similarity, cdiv, product
+from .launch import LSE, Similarity, add_own_terms, cdiv, product, row_block
 from .rows import factor_kernel, finish_kernel, merge_kernel, sum_kernel
 from .tiles import PROB
 from .views import empty_rows, number, row_stride, rows_from
@@ -57,11 +57,11 @@ def row_factors(s: Similarity, lse, own_similarity, scale, weight, weight_factor
         weight: number or [B] fp32, times weight_factor and the tensor `incoming` (or None).
 
     Returns:
-        (reference [B], factor [B], own_value [B] or None, gain: tensor or None): see `factor_kernel`.
+        (reference [B], factor [B], own_coefficient [B] or None, gain: tensor or None): see `factor_kernel`.
     """
     fp32 = paddle.float32
     reference, factor = empty([s.B], fp32, lse), empty([s.B], fp32, lse)
-    own_value = None if own_similarity is None else empty([s.B], fp32, lse)
+    own_coefficient = None if own_similarity is None else empty([s.B], fp32, lse)
     largest = gain = None
     if s.dtype == paddle.float16:
         gain, largest = empty([1], fp32, lse), number(abs(weight)) if isinstance(weight, float) else empty([1], fp32, lse)
@@ -69,9 +69,9 @@ def row_factors(s: Similarity, lse, own_similarity, scale, weight, weight_factor
             launch(sum_kernel, (1,), weight, largest, s.B, 1.0, LARGEST=True, BLOCK=1024)
     launch(
         factor_kernel, (cdiv(s.B, 256),), lse, own_similarity, scale, weight, weight_factor, incoming, largest,
-        reference, factor, own_value, gain, s.B, ROWS=256,
+        reference, factor, own_coefficient, gain, s.B, ROWS=256,
     )  # fmt: skip
-    return reference, factor, own_value, gain
+    return reference, factor, own_coefficient, gain
 
 
 def chunk(s: Similarity, budget: int) -> tuple[int, int, int]:
@@ -87,7 +87,7 @@ def chunk(s: Similarity, budget: int) -> tuple[int, int, int]:
 
 
 def gradients(
-    s: Similarity, scale, reference, factor, own_value, gain, *, left: Gradient | None, right: Gradient | None,
+    s: Similarity, scale, reference, factor, own_coefficient, gain, *, left: Gradient | None, right: Gradient | None,
     terms=None, add_terms: bool = False, budget: int,
 ) -> None:  # fmt: skip
     """Adds a block's part to dleft, dright and dscale.
@@ -95,7 +95,7 @@ def gradients(
     Args:
         s: the block.
         scale: number or tensor, 1/T.
-        reference, factor, own_value, gain: from `row_factors`.
+        reference, factor, own_coefficient, gain: from `row_factors`.
         left, right: take dleft and dright; None: not wanted.
         terms: [B] fp32, gets each row's part of dL/dscale (added if add_terms); None: not wanted.
         budget: bytes of scratch.
@@ -108,15 +108,13 @@ def gradients(
     add_left, add_right = left is not None and left.written, right is not None and right.written
     for r0 in range(0, B, rows):
         r1 = min(r0 + rows, B)
-        used = split_rows = 0
         for c0 in range(0, N, columns):
             c1 = min(c0 + columns, N)
             s.launch(
-                PROB, scale, (r0, r1), (c0, c1), kind="prob", out=P, reference=reference, factor=factor,
-                own_value=own_value,
+                PROB, scale, (r0, r1), (c0, c1), kind="prob", out=P, reference=reference, factor=factor
             )  # fmt: skip
             if wants_left:
-                shape = dict(M=r1 - r0, N=D, K=c1 - c0, gain=gain, b_start=c0)
+                shape = {"M": r1 - r0, "N": D, "K": c1 - c0, "gain": gain, "b_start": c0}
                 if c0 == 0:
                     used, split_rows = product("left", s, P, s.right, sums, scale, splits=splits, **shape)
                 else:
@@ -127,15 +125,17 @@ def gradients(
                     scale, M=c1 - c0, N=D, K=r1 - r0, transposed=True, gain=gain,
                     accumulate=add_right or r0 > 0,
                 )  # fmt: skip
+        own = None if own_coefficient is None or s.own is None else rows_from(own_coefficient, r0)
         if wants_left:
             out = None if left is None else left.buffer
             launch(
-                finish_kernel, (cdiv(r1 - r0, 4),), sums, used, split_rows, row_stride(sums), None, None, None,
-                None, 0, rows_from(s.left, r0), row_stride(s.left), rows_from(out, r0), D, rows_from(terms, r0),
-                None, 0, None, scale, r1 - r0, D,
-                ACCUMULATE=add_left, ADD_TERMS=add_terms, ROWS=4,
-                BD=min(1024, 1 << max(4, (D - 1).bit_length())), num_warps=4,
+                finish_kernel, (cdiv(r1 - r0, 4),), sums, used, split_rows, row_stride(sums), None, own,
+                rows_from(s.own, r0), s.right, row_stride(s.right), rows_from(s.left, r0), row_stride(s.left),
+                rows_from(out, r0), D, rows_from(terms, r0), scale, r1 - r0, D,
+                ACCUMULATE=add_left, ADD_TERMS=add_terms, ROWS=4, BD=row_block(D), num_warps=4,
             )  # fmt: skip
+        if right is not None and own is not None:
+            add_own_terms(s, r0, r1, own, right.buffer)
     for gradient in (left, right):
         if gradient is not None:
             gradient.written = True
