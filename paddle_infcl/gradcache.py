@@ -98,7 +98,7 @@ def window_targets(
     for index, (batch, q, p) in enumerate(zip(window, q_reps, p_reps, strict=True)):
         b, n = q.shape[0], p.shape[0]
         if batch.get("own") is not None:
-            own.append(paddle.to_tensor(batch["own"], dtype="int64") + offset)
+            own.append(_int64(batch["own"]) + offset)
         elif b and n % b == 0 and n > 0:
             own.append(paddle.arange(b, dtype="int64") * (n // b) + offset)
         else:
@@ -118,13 +118,17 @@ def window_targets(
                 [
                     paddle.full([r.shape[0], width], -1, dtype="int64")
                     if i is None
-                    else paddle.to_tensor(i, dtype="int64").reshape([r.shape[0], width])
+                    else _int64(i).reshape([r.shape[0], width])
                     for i, r in zip(ids, reps, strict=True)
                 ]
             )
     if len(targets) == 2:
         raise ValueError(f"ids for one side only ({sorted(targets)[-1]}): both q_ids and p_ids are needed")
     return targets
+
+
+def _int64(values) -> paddle.Tensor:
+    return values.astype("int64") if isinstance(values, paddle.Tensor) else paddle.to_tensor(values, dtype="int64")
 
 
 def _check_finite(q_reps: Sequence[paddle.Tensor], p_reps: Sequence[paddle.Tensor]) -> None:

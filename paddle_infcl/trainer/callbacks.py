@@ -31,7 +31,9 @@ class PairProgress(ProgressCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.is_world_process_zero:
-            self.training_bar = tqdm(total=self.pairs, initial=self.done, unit="pair", unit_scale=True, desc="train")
+            # Only on a terminal: in a file, the lines of the log tell it all.
+            how = {"unit": "pair", "unit_scale": True, "desc": "train", "disable": None}
+            self.training_bar = tqdm(total=self.pairs, initial=self.done, **how)
 
     def add(self, rows: int) -> None:
         """Moves the bar by the rows of a micro-batch of this process."""

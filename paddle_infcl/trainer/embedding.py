@@ -3,7 +3,7 @@
 
 To PaddleNLP's loop a batch is a whole window (the micro-batches of one optimizer step), and there is nothing to
 accumulate: its counts of steps, epochs and samples are then right, and a window never crosses an epoch. A training
-step runs GradCache over its window. The objective is `losses.build_loss`'s, with and without accumulation.
+step runs GradCache over its window. The objective is `objectives.build_objective`'s, with and without accumulation.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ from paddle_infcl.data.loader import MicroBatchWindows, WindowLoader
 from paddle_infcl.data.sampler import WindowSampler
 from paddle_infcl.gradcache import Step, window_step
 from paddle_infcl.log import logger
-from paddle_infcl.losses import build_loss
 from paddle_infcl.modeling import SentenceEncoder
+from paddle_infcl.objectives import build_objective
 from paddle_infcl.trainer import resume
 from paddle_infcl.trainer.callbacks import PairProgress
 from paddle_infcl.trainer.evaluation import EvaluatesRetrieval
+from paddle_infcl.trainer.guide import Guide, window_extras
 from paddle_infcl.trainer.inputs import WithoutSeeds, first_row, pair_collator
 from paddle_infcl.trainer.windows import TrainingWindows
 
@@ -64,6 +65,7 @@ class EmbeddingTrainer(EvaluatesRetrieval, UpstreamTrainer):
         model_args: `EmbeddingArgument`, or PaddleNLP's; None: the defaults.
         evaluator: called at every evaluation with `encode(texts, kind)` ([n, D] float32; kind is "query" or
             "passage"), gives metrics by name. `RetrievalEvaluator` is one.
+        guide: the guided objective's second model; None: the one that `model_args` names, if any.
         **kwargs: PaddleNLP's Trainer's. With a `PairDataset` and no `data_collator`, `model_args` and the tokenizer
             make one.
 
@@ -71,17 +73,18 @@ class EmbeddingTrainer(EvaluatesRetrieval, UpstreamTrainer):
         ConfigError: options that can't work with this trainer, all of them.
     """
 
-    def __init__(self, model_args=None, *, evaluator: Callable | None = None, **kwargs):
+    def __init__(self, model_args=None, *, evaluator: Callable | None = None, guide: Guide | None = None, **kwargs):
         arguments = EmbeddingArgument() if model_args is None else EmbeddingArgument.of(model_args)
         if kwargs.get("args") is not None and (problems := checks.unsupported_problems(kwargs["args"])):
             raise ConfigError(problems)
+        self.guide = Guide.from_arguments(arguments) if guide is None else guide
         if kwargs.get("data_collator") is None and isinstance(kwargs.get("train_dataset"), PairDataset):
-            kwargs["data_collator"] = pair_collator(kwargs.get("tokenizer"), arguments)
+            kwargs["data_collator"] = pair_collator(kwargs.get("tokenizer"), arguments, guide=self.guide)
         # PaddleNLP's EmbeddingTrainer builds its own losses, which need a package that is not on PyPI.
         Trainer.__init__(self, **kwargs)
         self.model_args = arguments
         self.embedding_negatives_cross_device = arguments.embedding_negatives_cross_device
-        self.loss_fn = build_loss(arguments)
+        self.loss_fn = build_objective(arguments)
         self.evaluator = evaluator
         self._windows: TrainingWindows | None = None
         self._real: dict[str, Any] = {}
@@ -254,6 +257,7 @@ class EmbeddingTrainer(EvaluatesRetrieval, UpstreamTrainer):
             return tuple(r[:0] for r in reps) if empty else reps
 
         def loss(q, p, **targets):
+            targets |= window_extras(window, getattr(self.loss_fn, "wanted", ()), self.guide, empty=empty)
             if measure:
                 self._negatives = self.loss_fn.effective_negatives(q.detach(), p.detach(), **targets)
             return self.loss_fn(q, p, **targets)

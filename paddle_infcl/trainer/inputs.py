@@ -10,9 +10,12 @@ import numpy as np
 
 from paddle_infcl.arguments import EmbeddingArgument
 from paddle_infcl.data.collator import PairCollator
+from paddle_infcl.trainer.guide import Guide
 
 
-def pair_collator(tokenizer, arguments: EmbeddingArgument, pad_to_multiple_of: int | None = None) -> PairCollator:
+def pair_collator(
+    tokenizer, arguments: EmbeddingArgument, pad_to_multiple_of: int | None = None, guide: Guide | None = None
+) -> PairCollator:
     """The collator that the options ask for."""
     return PairCollator(
         tokenizer,
@@ -24,6 +27,9 @@ def pair_collator(tokenizer, arguments: EmbeddingArgument, pad_to_multiple_of: i
         pad_negatives=arguments.pad_negatives,
         pad_to_multiple_of=pad_to_multiple_of,
         ids_from_text=arguments.ids_from_text,
+        guide=None if guide is None else guide.tokenizers(arguments),
+        guide_from_data=arguments.guide_from_data,
+        teacher_scores=arguments.distillation is not None,
     )
 
 
@@ -42,6 +48,14 @@ def first_row(batch: Any) -> Any:
     if isinstance(batch, dict):
         targets = {"own": np.zeros([0], dtype=np.int64)}
         ids = {name: batch[name][:0] for name in ("q_ids", "p_ids") if batch.get(name) is not None}
-        sides = {side: {k: v[:1] for k, v in batch[side].items()} for side in ("query", "passages")}
+        sides = {side: _first(batch[side]) for side in ("query", "passages")}
+        if batch.get("guide") is not None:
+            sides["guide"] = _first(batch["guide"])
+        if batch.get("teacher_scores") is not None:
+            targets["teacher_scores"] = batch["teacher_scores"][:0]
         return {**sides, **targets, **ids}
     raise TypeError(f"a micro-batch is a dict with 'query' and 'passages', got {type(batch).__name__}")
+
+
+def _first(side: dict) -> dict:
+    return {name: _first(value) if isinstance(value, dict) else value[:1] for name, value in side.items()}
