@@ -34,6 +34,7 @@ def environment(rank: int, world: int, ports: list[int]) -> dict[str, str]:
         "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
         "PADDLE_MASTER": f"127.0.0.1:{ports[world]}",
         "PADDLE_DISTRI_BACKEND": "gloo",
+        "TEST_STORE_PORTS": ",".join(map(str, ports[world + 1 :])),
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "ops" / "src")]),
     }
@@ -48,7 +49,7 @@ def launch(world: int, arguments: list[str], timeout: float = 240.0) -> list[str
     Raises:
         AssertionError: a process failed or none finished in time; shows the output of all.
     """
-    ports = free_ports(world + 1)
+    ports = free_ports(world + 1 + 32)
     processes = [
         subprocess.Popen(
             [sys.executable, *arguments],
