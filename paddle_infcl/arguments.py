@@ -17,21 +17,19 @@ import os
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import List, Optional
 
 from paddle_infcl import checks
 from paddle_infcl.checks import ConfigError, Problem
 from paddle_infcl.log import warn_once
-
-
-def _option(default, help: str, **metadata):
-    return field(default=default, metadata={"help": help, **metadata})
+from paddle_infcl.objective_options import ObjectiveArgument
+from paddle_infcl.objective_options import option as _option
 
 
 @dataclass
-class EmbeddingArgument:
+class EmbeddingArgument(ObjectiveArgument):
     """Options of the loss, the data and the evaluation: PaddleNLP's EmbeddingArgument and more."""
 
     # As PaddleNLP names them.

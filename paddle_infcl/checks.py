@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paddle_infcl.device import resolve_device, world_size
+from paddle_infcl.objective_options import check_guide, check_objective
 
 LOSS_TYPES = ("contrastive", "inf_cl")
 BACKENDS = ("auto", "triton", "paddle", "dense")
@@ -86,6 +87,7 @@ def check_everything(values: Mapping, given: set[str], broken: set[str]) -> Chec
     """
     v, found = _Values(values, given), Checked()
     found.problems += loss_problems(v)
+    check_guide(v, _needs(v, found.problems))
     _check_embedding(v, found.problems)
     _check_training(v, found.problems)
     found.problems += unsupported_problems(v)
@@ -130,6 +132,7 @@ def loss_problems(v) -> list[Problem]:
         need(len(weights) == len(dims or []), "embedding_matryoshka_weights", fit)
         sane = all(0 <= w < math.inf for w in weights) and sum(weights) > 0
         need(sane, "embedding_matryoshka_weights", "must be 0 or more, and not all 0")
+    check_objective(v, need, v.given if isinstance(v, _Values) else lambda name: False)
     return problems
 
 
@@ -266,7 +269,7 @@ def _check_model(v, found: Checked) -> None:
         message = "is needed: a model folder, or a name that PaddleNLP knows"
         found.problems.append(Problem("model_name_or_path", name, message))
         return
-    for option in ("model_name_or_path", "tokenizer_name_or_path"):
+    for option in ("model_name_or_path", "tokenizer_name_or_path", "guide_model_name_or_path"):
         path = getattr(v, option)
         if path and _looks_local(path) and not os.path.isdir(os.path.expanduser(path)):
             found.missing.append(Problem(option, path, "there is no such folder"))

@@ -202,6 +202,16 @@ class ObjectiveLoss(InfCLLoss):
         self.objective, self.label_smoothing, self.distillation = objective, label_smoothing, distillation
         self.row_loss = None if tau_plus is None else Debiased(tau_plus)
 
+    @property
+    def wanted(self) -> list[str]:
+        """Of "guide" and "teacher_scores", what `forward` needs."""
+        guided = isinstance(self.objective, GuidedObjective) and self._contrastive_weight > 0
+        return ["guide"] * guided + ["teacher_scores"] * (self.distillation is not None)
+
+    @property
+    def _contrastive_weight(self) -> float:
+        return 1.0 if self.distillation is None else self.distillation.contrastive_weight
+
     def forward(
         self,
         q: Tensor,
@@ -228,8 +238,7 @@ class ObjectiveLoss(InfCLLoss):
         """
         own = paddle.zeros([0], dtype="int64") if own is None and q.shape[0] == 0 else own
         temperature = self._temperature if self.log_temperature is None else paddle.exp(self.log_temperature)
-        weight = 1.0 if self.distillation is None else self.distillation.contrastive_weight
-        terms = []
+        weight, terms = self._contrastive_weight, []
         if weight:
             batch = Batch(q, p, own, q_ids, p_ids, guide_q, guide_p)
             loss = self._contrastive(batch, temperature)
@@ -379,7 +388,7 @@ def build_objective(arguments, ranks=None) -> InfCLLoss:
             kind,
             getattr(arguments, "distillation_weight", 1.0),
             getattr(arguments, "contrastive_weight", 1.0),
-            getattr(arguments, "teacher_temperature", 1.0),
+            getattr(arguments, "distillation_teacher_temperature", 1.0),
         )
     return ObjectiveLoss(
         objective,

@@ -28,10 +28,11 @@ ALLOWED = {
     "data": {"data"},
     "evaluation": {"evaluation", "data"},
     "device": {"kernels"},
-    "checks": {"data", "device", "evaluation"},
+    "objective_options": set(),
+    "checks": {"data", "device", "evaluation", "objective_options"},
     "checkpoints": set(),
     "modeling": {"checkpoints", "pooling", "functional", "data"},
-    "arguments": {"checks", "device", "kernels", "evaluation", "data"},
+    "arguments": {"checks", "device", "kernels", "evaluation", "data", "objective_options"},
     "encode": {"modeling", "data"},
     "callbacks": set(),
     "trainer": None,  # everything below cli

@@ -141,14 +141,16 @@ def test_distillation_goes_beside_the_contrastive_term(kind):
     scores = paddle.to_tensor(np.random.default_rng(2).standard_normal((5, 3)))
     rows = own_candidates(5, 15, None, 3)
     layer = build_objective(
-        options(distillation=kind, distillation_weight=0.5, contrastive_weight=2.0, teacher_temperature=3.0)
+        options(
+            distillation=kind, distillation_weight=0.5, contrastive_weight=2.0, distillation_teacher_temperature=3.0
+        )
     )
     loss = layer(q, p, teacher_scores=scores)
     want = 2.0 * inf_cl_loss(q, p, temperature=0.1, backend="paddle") + 0.5 * distillation_loss(
         q, p, rows, scores, kind=kind, temperature=0.1, teacher_temperature=3.0
     )
     assert float(loss) == pytest.approx(float(want), rel=1e-12)
-    alone = build_objective(options(distillation=kind, contrastive_weight=0.0, teacher_temperature=3.0))
+    alone = build_objective(options(distillation=kind, contrastive_weight=0.0, distillation_teacher_temperature=3.0))
     assert float(alone(q, p, teacher_scores=scores)) < float(loss)
     with pytest.raises(ValueError, match="needs teacher_scores"):
         layer(q, p)

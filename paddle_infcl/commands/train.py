@@ -137,6 +137,7 @@ def run(config: Config) -> dict[str, float]:
     from paddle_infcl.data.jsonl import load_pairs
     from paddle_infcl.data.sampler import WindowSampler
     from paddle_infcl.trainer import EmbeddingTrainer
+    from paddle_infcl.trainer.guide import Guide
     from paddle_infcl.trainer.inputs import pair_collator
     from paddle_infcl.trainer.resume import last_checkpoint
 
@@ -146,7 +147,7 @@ def run(config: Config) -> dict[str, float]:
     if embedding.inf_cl_loss:
         _check_backend(embedding, paddle.ones([1]))
     # The data before the model: its errors are the cheaper ones. The sampler refuses fewer rows than a batch.
-    pairs = load_pairs(config.train_files, weights=embedding.train_weights)
+    pairs = load_pairs(config.train_files, weights=embedding.train_weights, needs=embedding.row_needs())
     WindowSampler(
         pairs,
         micro_batch_size=training.per_device_train_batch_size,
@@ -159,14 +160,16 @@ def run(config: Config) -> dict[str, float]:
     )
     model, tokenizer = load_model(config)
     set_templates(model, config)
+    guide = Guide.from_arguments(embedding)
     trainer = EmbeddingTrainer(
         model=model,
         model_args=embedding,
         args=training,
         train_dataset=pairs,
         tokenizer=tokenizer,
-        data_collator=pair_collator(tokenizer, embedding, config.data.pad_to_multiple_of),
+        data_collator=pair_collator(tokenizer, embedding, config.data.pad_to_multiple_of, guide),
         evaluator=evaluator,
+        guide=guide,
     )
     checkpoint = training.resume_from_checkpoint
     if checkpoint is None and not training.overwrite_output_dir:

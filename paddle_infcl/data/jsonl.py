@@ -13,12 +13,12 @@ import math
 import os
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from glob import escape, glob
 
 import numpy as np
 
-from paddle_infcl.data.rows import BadRow, DataError, Example, parse_row
+from paddle_infcl.data.rows import GUIDE, SCORES, BadRow, DataError, Example, parse_row
 from paddle_infcl.log import logger
 
 SHOWN = 20
@@ -234,6 +234,7 @@ def load_pairs(
     *,
     weights: Sequence[float] | None = None,
     split: str = "train",
+    needs: Collection[str] = (),
 ) -> PairDataset:
     """Opens JSONL files of training pairs and checks every row.
 
@@ -242,6 +243,7 @@ def load_pairs(
             train/*.json or train/*.jsonl, or a list of these.
         weights: one per path: how many times its rows come up in an epoch. 2 is twice, 0.5 a new half in each epoch.
         split: the name that is looked for in folders.
+        needs: of "scores" (a teacher's) and "guide" (its vectors), what every row must have.
 
     Returns:
         The dataset.
@@ -271,7 +273,7 @@ def load_pairs(
     if twice:
         raise DataError(f"given twice: {', '.join(twice)}; a weight of 2 does that")
 
-    reader = _Reader()
+    reader = _Reader(needs)
     sources = []
     for group in groups:
         first = len(reader.offset)
@@ -288,11 +290,15 @@ def load_pairs(
     return dataset
 
 
+# What may be asked of every row, and the fields that hold it.
+_NEEDS = {"scores": SCORES, "guide": GUIDE}
+
+
 class _Reader:
     """Reads files once, checks their rows and notes where they lie."""
 
-    def __init__(self):
-        self.report = _Report()
+    def __init__(self, needs: Collection[str]):
+        self.report, self.needs = _Report(), needs
         self.offset, self.size, self.line, self.length = array("q"), array("i"), array("i"), array("i")
         self.file_start: list[int] = []
         self.has_ids = False
@@ -327,6 +333,9 @@ class _Reader:
     def _row(self, where: str, number: int, start: int, raw: bytes) -> None:
         try:
             example, layout = parse_row(_decode(raw))
+            for need, fields in _NEEDS.items():
+                if need in self.needs and getattr(example, need) is None:
+                    raise BadRow(f"no {need}", f"`{'`, `'.join(fields)}` with one entry per text are needed")
         except BadRow as bad:
             self.report.add(where, bad)
             return
@@ -343,6 +352,8 @@ class _Reader:
 
     def tell(self) -> None:
         """Says what was read but is not used."""
+        if "scores" in self.needs:
+            self.ignored -= set(SCORES)
         if self.ignored:
             logger.info(f"fields that are not used: {', '.join(sorted(self.ignored)[:20])}")
         if self.contradicting:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import re
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -50,6 +52,9 @@ class Example:
         query_id: int64 >= 0; -1 where this row has none but others of the data have; None where no row has ids.
         positive_ids: one per positive, as query_id.
         negative_ids: one per negative, as query_id.
+        scores: a teacher's scores of the positives and of the negatives, of `pos_scores` and `neg_scores`; None where
+            the row has none, or others than one number for each text.
+        guide: a guide model's vectors of the query, the positives and the negatives; None where the row has none.
         source: "file:line", for messages.
     """
 
@@ -60,6 +65,8 @@ class Example:
     positive_ids: list[int] | None = None
     negative_ids: list[int] | None = None
     source: str = ""
+    scores: tuple[list[float], list[float]] | None = None
+    guide: tuple[list[float], list[list[float]], list[list[float]]] | None = None
 
     @property
     def has_ids(self) -> bool:
@@ -114,8 +121,10 @@ _IDS = {
     "positive": ("pos_id", "pos_ids", "pos_passage_id", "pos_passage_ids", "positive_id", "positive_ids"),
     "negative": ("neg_id", "neg_ids", "neg_passage_id", "neg_passage_ids", "negative_id", "negative_ids"),
 }
+SCORES = ("pos_scores", "neg_scores")
+GUIDE = ("query_guide", "pos_guide", "neg_guide")
 _NAMES = {role: tuple(dict.fromkeys(name for style in _STYLES for name in style[role])) for role in _IDS}
-_KNOWN = frozenset(name for table in (_NAMES, _IDS) for names in table.values() for name in names)
+_KNOWN = frozenset([*GUIDE, *(name for table in (_NAMES, _IDS) for names in table.values() for name in names)])
 _FOREIGN = {"positive_passages": "pos_passage", "negative_passages": "neg_passage"}
 
 
@@ -176,7 +185,7 @@ def layout_of(names: tuple[str, ...]) -> Layout:
     found = {role: [name for name in _NAMES[role] if name in names] for role in _NAMES}
     ids = {role: [name for name in _IDS[role] if name in names] for role in _IDS}
     used = {name for group in (*found.values(), *ids.values(), numbered) for name in group}
-    ignored = tuple(name for name in names if name not in used)
+    ignored = tuple(name for name in names if name not in used and name not in GUIDE)
     for name in ignored:
         if meant := _meant(name):
             raise BadRow("unknown field that looks like a known one", f"`{name}`; `{meant}` is meant?")
@@ -284,4 +293,35 @@ def parse_row(row: object) -> tuple[Example, Layout]:
             if role == "negative" and not texts and value == []:
                 value = None
             setattr(example, f"{role}_ids", _ids(value, name, len(texts)))
+    counts = (len(positives), len(negatives))
+    if any(row.get(name) is not None for name in SCORES):
+        # Other software's data has fields of this name: they are refused only where they are wanted.
+        with contextlib.suppress(BadRow):
+            example.scores = tuple(_numbers(row.get(n), n, c) for n, c in zip(SCORES, counts, strict=True))
+    if any(row.get(name) is not None for name in GUIDE):
+        example.guide = _guide(row, counts)
     return example, layout
+
+
+def _numbers(value: object, name: str, count: int | None = None) -> list[float]:
+    items = [] if value is None else value if isinstance(value, list) else [value]
+    if count is not None and len(items) != count:
+        raise BadRow("numbers and texts differ in number", f"`{name}` has {len(items)} for {count} texts")
+    for item in items:
+        if isinstance(item, bool) or not isinstance(item, int | float) or not math.isfinite(item):
+            raise BadRow("wrong type", f"`{name}` holds {_shown(item)}; finite numbers are right")
+    return [float(item) for item in items]
+
+
+def _guide(row: dict, counts: tuple[int, int]) -> tuple[list[float], list[list[float]], list[list[float]]]:
+    query = _numbers(row.get("query_guide"), "query_guide")
+    sides = []
+    for name, count in zip(GUIDE[1:], counts, strict=True):
+        vectors = row.get(name) or []
+        if not isinstance(vectors, list) or len(vectors) != count:
+            raise BadRow("vectors and texts differ in number", f"`{name}` must be a list of {count} vectors")
+        sides.append([_numbers(vector, f"{name}[{k}]") for k, vector in enumerate(vectors)])
+    widths = {len(vector) for vector in [query, *sides[0], *sides[1]]}
+    if len(widths) > 1 or 0 in widths:
+        raise BadRow("guide vectors of different widths", f"{sorted(widths)}; one width, more than 0, is right")
+    return query, sides[0], sides[1]
