@@ -12,6 +12,8 @@ from paddle_infcl import log
 
 
 @pytest.fixture(autouse=True)
-def _warnings_may_be_said_again(monkeypatch):
+def _warnings_may_be_said_again():
     log.forget_warnings()
-    monkeypatch.setattr(log.logger, "propagate", True)  # to pytest's caplog
+    log.logger.propagate = True  # to pytest's caplog
+    yield
+    log.logger.propagate = False
