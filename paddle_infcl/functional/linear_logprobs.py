@@ -20,7 +20,15 @@ from paddle.autograd import PyLayer
 
 from paddle_infcl import kernels
 from paddle_infcl.functional.budget import CPU_BUDGET, DEVICE_BUDGET
-from paddle_infcl.functional.logprobs import check_dtypes, check_labels, check_temperature, choose, row_sums, softplus
+from paddle_infcl.functional.logprobs import (
+    check_dtypes,
+    check_labels,
+    check_temperature,
+    choose,
+    row_sums,
+    softplus,
+    write,
+)
 from paddle_infcl.functional.tiles import accumulation_dtype
 
 
@@ -223,15 +231,16 @@ class _Terms(PyLayer):
             for r0, r1 in plan.row_tiles():
                 z = plan.logits(h[r0:r1], tile, bias_tile)
                 inside, index = plan.own(r0, r1, c0, c1)
-                found = paddle.take_along_axis(z, index, 1)
-                own[r0:r1] = paddle.where(inside, found, own[r0:r1])
-                z.put_along_axis_(index, paddle.where(inside, paddle.full_like(found, -math.inf), found), 1)
+                found = paddle.take_along_axis(z, index, 1, broadcast=False)
+                write(own, slice(r0, r1), paddle.where(inside, found, own[r0:r1]))
+                rest = paddle.where(inside, paddle.full_like(found, -math.inf), found)
+                z.put_along_axis_(index, rest, 1, broadcast=False)
                 before = top[r0:r1]
                 new = paddle.maximum(before, z.max(axis=1, keepdim=True))
                 safe = paddle.where(new == -math.inf, paddle.zeros_like(new), new)
                 z = z.subtract_(safe).exp_()
-                total[r0:r1] = total[r0:r1] * paddle.exp(before - safe) + row_sums(z)
-                top[r0:r1] = new
+                write(total, slice(r0, r1), total[r0:r1] * paddle.exp(before - safe) + row_sums(z))
+                write(top, slice(r0, r1), new)
         top = paddle.where(top == -math.inf, paddle.zeros_like(top), top)
         log_total = paddle.log(total)
         ctx.save_for_backward(hidden, weight, bias)
@@ -258,11 +267,12 @@ class _Terms(PyLayer):
                 z = plan.logits(h[r0:r1], tile, bias_tile)
                 dz = z.subtract_(top[r0:r1]).subtract_(log_total[r0:r1]).exp_().multiply_(g_others[r0:r1])
                 inside, index = plan.own(r0, r1, c0, c1)
-                found = paddle.take_along_axis(dz, index, 1)
-                dz.put_along_axis_(index, paddle.where(inside, g_own[r0:r1], found), 1)
+                found = paddle.take_along_axis(dz, index, 1, broadcast=False)
+                dz.put_along_axis_(index, paddle.where(inside, g_own[r0:r1], found), 1, broadcast=False)
                 dz = dz.scale_(plan.scale)
                 if wants_hidden:
-                    dhidden[r0:r1] = dhidden[r0:r1] + paddle.matmul(dz, tile, transpose_y=plan.transposed)
+                    part = paddle.matmul(dz, tile, transpose_y=plan.transposed)
+                    write(dhidden, slice(r0, r1), part.add_(dhidden[r0:r1]))
                 if wants_weight:
                     a, b = (h[r0:r1], dz) if plan.transposed else (dz, h[r0:r1])
                     dtile.add_(paddle.matmul(a, b, transpose_x=True))
@@ -270,9 +280,9 @@ class _Terms(PyLayer):
                     dbias_tile.add_(paddle.matmul(paddle.ones([1, r1 - r0], dtype=plan.dtype), dz))
             if wants_weight:
                 where = (slice(None), slice(c0, c1)) if plan.transposed else slice(c0, c1)
-                dweight[where] = dtile.astype(weight.dtype)
+                write(dweight, where, dtile.astype(weight.dtype))
             if wants_bias:
-                dbias[c0:c1] = dbias_tile.squeeze(0).astype(bias.dtype)
+                write(dbias, slice(c0, c1), dbias_tile.squeeze(0).astype(bias.dtype))
         grads = (None if dhidden is None else dhidden.astype(hidden.dtype), dweight)
         return (*grads, dbias) if ctx.has_bias else grads
 
