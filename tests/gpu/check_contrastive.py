@@ -213,13 +213,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("device", help="gpu:0, or a CUDA-like custom device")
     parser.add_argument("--large", action="store_true")
+    parser.add_argument("--only", choices=("accuracy", "sizes", "masks", "large"))
     arguments = parser.parse_args()
     use(arguments.device)
-    accuracy_table()
-    dtypes_and_sizes()
-    masks()
-    if arguments.large:
-        large()
+    parts = {"accuracy": accuracy_table, "sizes": dtypes_and_sizes, "masks": masks, "large": large}
+    for name, part in parts.items():
+        if arguments.only == name or (arguments.only is None and (name != "large" or arguments.large)):
+            part()
     if failed:
         sys.exit(f"{len(failed)} checks failed: {failed}")
 

@@ -17,7 +17,7 @@ from .driver import empty, is_interpreting, launch
 from .gradients import Gradient, scaled
 from .launch import Similarity
 from .rows import loss_kernel, sum_kernel
-from .views import dense, number, rows_from
+from .views import dense, number, rows_from, vectors
 
 _DTYPES = (paddle.float32, paddle.float16, paddle.bfloat16)
 _LEAST_BUDGET = 256 << 20
@@ -135,12 +135,13 @@ class _Job:
     def _log_sum_exps(self, losses):
         self.lse, self.own = [], []
         for k, group in enumerate(self.groups):
-            lse = empty([self.B], paddle.float32, losses)
-            own = None
+            lse, own = vectors([self.B] * 2, losses)
+            found = False
             for n, s in enumerate(group):
                 two_pass.streaming_lse(s, self.scale, lse, merge=n > 0, budget=self.budget)
                 if s.own is not None:
-                    own = one_pass.own_similarity_of(s, own)
+                    one_pass.own_similarity_of(s, own, keep=found)
+                    found = True
             launch(
                 loss_kernel, (-(-self.B // 256),), lse, own, self.scale, self.weights, self.share,
                 rows_from(losses, k * self.B), self.B, ROWS=256,
@@ -247,7 +248,10 @@ def own_similarity(left, right, own):
     Returns:
         [B] fp32, without the scale.
     """
-    return one_pass.own_similarity_of(Similarity(_Pair(left, right, own)))
+    s = Similarity(_Pair(left, right, own))
+    out = empty([s.B], paddle.float32, s.left)
+    one_pass.own_similarity_of(s, out)
+    return out
 
 
 class _Pair:

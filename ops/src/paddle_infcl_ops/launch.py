@@ -8,7 +8,6 @@ import paddle
 from . import tuning
 from .driver import empty, is_interpreting, launch
 from .products import product_kernel
-from .rows import own_scatter_kernel
 from .tiles import (
     EXP,
     HARDNESS_ALL,
@@ -100,7 +99,7 @@ class Similarity:
 
     def launch(
         self, mode: int, scale, rows: tuple[int, int], columns: tuple[int, int], *, kind, out=None, reference=None,
-        factor=None, flags=None, part_sum=None, part_max=None,
+        factor=None, flags=None, part_sum=None, part_max=None, part_stride=0,
     ):  # fmt: skip
         """One launch over rows [r0, r1) and columns [c0, c1).
 
@@ -134,29 +133,21 @@ class Similarity:
             self.hits = empty([tiles], "int32", self.left)
             launch(match_kernel, (tiles,), row_ids, column_ids, self.hits, count, N, IDS=self.ids, BM=tile.BM, BN=tile.BN)
         launch(
-            similarity_kernel, _grid(tiles, tile, self.sms),
+            similarity_kernel, _grid(tiles, tile, self.sms) if flags is None else (min(tiles, 2 * self.sms),),
             left, right, out, scale, rows_from(reference, r0), rows_from(factor, r0),
             rows_from(self.own, r0), rows_from(self.self_column, r0),
             row_ids, column_ids, self.hits, rows_from(self.owner, c0), rows_from(self.limit, r0),
             guide_left, guide_right, threshold, self.strength, flags, part_sum, part_max,
             count, N, c0, D, DG, block.row_offset + r0, left_stride, right_stride, out_stride,
-            guide_left_stride, guide_right_stride, 0 if part_sum is None else row_stride(part_sum),
+            guide_left_stride, guide_right_stride, part_stride,
             MODE=mode, TMA=self.described, OUT_TMA=tma_out, GUIDE_TMA=self.described,
             IDS=self.ids, OWNER_RULE=_OWNER_RULES[block.owner_rule],
             KEEP_OWN=block.guide is not None and block.guide.keep_own, HARDNESS=self.hardness,
-            EVEN_N=N % tile.BN == 0, FLAG_ROWS=min(FLAG_ROWS, tile.BM), PARTS=tile.parts,
+            EVEN_N=N % tile.BN == 0, FLAG_ROWS=min(FLAG_ROWS, tile.BM), FLAG_BLOCK=256, PARTS=tile.parts,
             BM=tile.BM, BN=tile.BN, BK=tile.BK, GROUP=tile.group, FLATTEN=tile.flatten and flags is None,
             PRECISION=precision(self.dtype), UPCAST=upcast(self.dtype),
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
-
-
-def add_own_terms(s: Similarity, r0: int, r1: int, own_coefficient, out) -> None:
-    """out_own(i) += own_coefficient_i * left_i for rows r0 ... r1; the coefficients are the chunk's own, `out` fp32."""
-    launch(
-        own_scatter_kernel, (cdiv(r1 - r0, 4),), rows_from(s.left, r0), rows_from(s.own, r0), own_coefficient, out,
-        r1 - r0, s.D, row_stride(s.left), s.D, ROWS=4, BD=row_block(s.D), num_warps=4,
-    )  # fmt: skip
 
 
 def row_block(D: int) -> int:
@@ -207,7 +198,6 @@ __all__ = [
     "FLAG_ROWS",
     "LSE",
     "Similarity",
-    "add_own_terms",
     "cdiv",
     "precision",
     "product",

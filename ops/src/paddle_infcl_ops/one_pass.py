@@ -24,9 +24,9 @@ import paddle
 from . import tuning
 from .driver import empty, launch
 from .gradients import Gradient
-from .launch import EXP, FLAG_ROWS, Similarity, add_own_terms, cdiv, precision, product, row_block, upcast
+from .launch import EXP, FLAG_ROWS, Similarity, cdiv, precision, product, row_block, upcast
 from .rows import check_kernel, finish_kernel, own_kernel, reference_kernel, state_kernel
-from .views import empty_rows, row_stride, rows_from
+from .views import empty_rows, row_stride, rows_from, vectors
 
 _SAMPLES = 128
 #: Chunks shorter than this spend their time on adding up dright; two passes are faster then.
@@ -99,8 +99,10 @@ def loss_and_gradients(
     exp = s.tile("exp")
     tiles, rows = cdiv(N, exp.BN), min(budget_plan.rows, B)
     flag_rows = min(FLAG_ROWS, exp.BM)
-    own_similarity = own_similarity_of(s)
-    reference = empty([B], fp32, s.left)
+    own_similarity, reference, part_sum, part_max, total, coefficient, own_coefficient = vectors(
+        [B, B, tiles * rows, tiles * rows, rows, rows, rows], s.left
+    )
+    own_similarity_of(s, own_similarity)
     launch(
         reference_kernel, (cdiv(B, 64),), s.left, s.right, own_similarity, s.own, s.self_column, scale, reference,
         B, N, D, row_stride(s.left), row_stride(s.right),
@@ -108,8 +110,6 @@ def loss_and_gradients(
         UPCAST=upcast(s.dtype), num_warps=4,
     )  # fmt: skip
     E = empty_rows(rows, N, s.dtype, s.left)
-    part_sum, part_max = empty([tiles, rows], fp32, s.left), empty([tiles, rows], fp32, s.left)
-    total, coefficient, own_coefficient = (empty([rows], fp32, s.left) for _ in range(3))
     flags = empty([cdiv(rows, flag_rows)], "int32", s.left)
     scaled = empty_rows(rows, D, s.dtype, s.left) if right is not None else None
     wants_left = left is not None or terms is not None
@@ -119,6 +119,7 @@ def loss_and_gradients(
         r1 = min(r0 + rows, B)
         count = r1 - r0
         ends = {"out": E, "reference": reference, "part_sum": part_sum, "part_max": part_max}
+        ends["part_stride"] = rows
         s.launch(EXP, scale, (r0, r1), (0, N), kind="exp", **ends)
         launch(
             check_kernel, (cdiv(count, flag_rows),), part_sum, part_max, total, rows_from(reference, r0), flags,
@@ -132,36 +133,49 @@ def loss_and_gradients(
             count, tiles, D, rows, row_stride(s.left), 0 if scaled is None else row_stride(scaled),
             FLAG_ROWS=flag_rows, ROWS=8, BT=64, BD=min(512, row_block(D)), num_warps=4,
         )  # fmt: skip
+        used = split_rows = 0
         if wants_left:
             used, split_rows = product("left", s, E, s.right, sums, 1.0, M=count, N=D, K=N, splits=splits)
-            out = None if left is None else left.buffer
-            launch(
-                finish_kernel, (cdiv(count, 4),), sums, used, split_rows, row_stride(sums), coefficient,
-                own_coefficient, rows_from(s.own, r0), s.right, row_stride(s.right), rows_from(s.left, r0),
-                row_stride(s.left), rows_from(out, r0), D, rows_from(terms, r0), scale, count, D,
-                ACCUMULATE=left is not None and left.written, ADD_TERMS=add_terms, ROWS=4, BD=row_block(D),
-                num_warps=4,
-            )  # fmt: skip
         if right is not None:
             product(
                 "right", s, E, scaled, right.buffer, 1.0, M=N, N=D, K=count, transposed=True,
                 accumulate=right.written,
             )  # fmt: skip
-            add_own_terms(s, r0, r1, own_coefficient, right.buffer)
             right.written = True
+        finish(
+            s, scale, r0, r1, sums, used, split_rows, coefficient, own_coefficient, left=left, right=right,
+            terms=terms, accumulate=left is not None and left.written, add_terms=add_terms,
+        )  # fmt: skip
     if left is not None:
         left.written = True
 
 
-def own_similarity_of(s: Similarity, out=None):
-    """[B] fp32: <left_i, right_own(i)>, -inf where the row has no own entry in this block.
+def finish(
+    s: Similarity, scale, r0: int, r1: int, sums, splits: int, split_rows: int, coefficient, own_coefficient, *,
+    left: Gradient | None, right: Gradient | None, terms, accumulate: bool, add_terms: bool,
+) -> None:  # fmt: skip
+    """The own terms of rows r0 ... r1, and what is left to do for dleft; see `finish_kernel`.
+
+    `sums` and the coefficients are the chunk's own; all may be None.
+    """
+    out = None if left is None else left.buffer
+    right_out = None if right is None or own_coefficient is None else right.buffer
+    if sums is None and right_out is None:
+        return
+    launch(
+        finish_kernel, (cdiv(r1 - r0, 4),), sums, splits, split_rows, 0 if sums is None else row_stride(sums),
+        coefficient, own_coefficient, rows_from(s.own, r0), s.right, row_stride(s.right), rows_from(s.left, r0),
+        row_stride(s.left), rows_from(out, r0), s.D, right_out, rows_from(terms, r0), scale, r1 - r0, s.D,
+        ACCUMULATE=accumulate, ADD_TERMS=add_terms, ROWS=4, BD=row_block(s.D), num_warps=4,
+    )  # fmt: skip
+
+
+def own_similarity_of(s: Similarity, out, keep: bool = False):
+    """out_i = <left_i, right_own(i)>; -inf where the row has no own entry in this block, or what is there if `keep`.
 
     Args:
-        out: what other blocks have said; rows without an own entry here keep it. None: a new tensor.
+        out: [B] fp32.
     """
-    keep = out is not None
-    if not keep:
-        out = empty([s.B], paddle.float32, s.left)
     launch(
         own_kernel, (cdiv(s.B, 4),), s.left, s.right, s.own, out, s.B, s.D, row_stride(s.left), row_stride(s.right),
         KEEP=keep, ROWS=4, BD=row_block(s.D), num_warps=4,

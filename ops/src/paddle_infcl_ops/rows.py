@@ -177,12 +177,16 @@ def state_kernel(
 @triton.jit
 def finish_kernel(
     parts, splits, split_rows, parts_stride, coefficient, own_coefficient, own, right, right_stride, left, left_stride,
-    out, out_stride, terms, scale, rows, D,
+    out, out_stride, right_out, terms, scale, rows, D,
     ACCUMULATE: tl.constexpr, ADD_TERMS: tl.constexpr, ROWS: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """The end of dleft: out_i = coefficient_i * sum of the splits + own_coefficient_i * right_own(i)  (+ out_i).
+    """The end of the gradients, own terms included.
 
-    terms_i (+)= <left_i, dleft_i> / scale, the row's part of dL/dscale. Either of out and terms may be None.
+    out_i = coefficient_i * sum of the splits + own_coefficient_i * right_own(i)  (+ out_i)
+    right_out_own(i) += own_coefficient_i * left_i         fp32, rows may share a column
+    terms_i (+)= <left_i, dleft_i> / scale                 the row's part of dL/dscale
+
+    All of parts (with out and terms), right_out, coefficient and own_coefficient may be None.
     """
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = i < rows
@@ -192,46 +196,36 @@ def finish_kernel(
         part = tl.load(coefficient + i, mask=inside, other=0.0)
     if own_coefficient is not None:
         o = tl.load(own + i, mask=inside, other=-1)
+        own_part = tl.load(own_coefficient + i, mask=inside, other=0.0)
     term = tl.zeros((ROWS, BD), dtype=tl.float32)
     for d in range(0, D, BD):
         c = d + tl.arange(0, BD)
         both = inside[:, None] & (c < D)[None, :]
-        acc = tl.zeros((ROWS, BD), dtype=tl.float32)
-        for s in range(0, splits):
-            acc += tl.load(parts + (s * split_rows + row) * parts_stride + c[None, :], mask=both, other=0.0)
-        acc = acc * part[:, None]
-        if own_coefficient is not None:
-            y = tl.load(right + o[:, None] * right_stride + c[None, :], mask=both & (o >= 0)[:, None], other=0.0)
-            acc += y.to(tl.float32) * tl.load(own_coefficient + i, mask=inside, other=0.0)[:, None]
-        if terms is not None:
-            x = tl.load(left + row * left_stride + c[None, :], mask=both, other=0.0)
-            term += x.to(tl.float32) * acc
-        if out is not None:
-            at = out + row * out_stride + c[None, :]
-            if ACCUMULATE:
-                acc += tl.load(at, mask=both, other=0.0)
-            tl.store(at, acc.to(out.dtype.element_ty), mask=both)
+        if (terms is not None) or (right_out is not None):
+            x = tl.load(left + row * left_stride + c[None, :], mask=both, other=0.0).to(tl.float32)
+        if parts is not None:
+            acc = tl.zeros((ROWS, BD), dtype=tl.float32)
+            for s in range(0, splits):
+                acc += tl.load(parts + (s * split_rows + row) * parts_stride + c[None, :], mask=both, other=0.0)
+            acc = acc * part[:, None]
+            if own_coefficient is not None:
+                y = tl.load(right + o[:, None] * right_stride + c[None, :], mask=both & (o >= 0)[:, None], other=0.0)
+                acc += y.to(tl.float32) * own_part[:, None]
+            if terms is not None:
+                term += x * acc
+            if out is not None:
+                at = out + row * out_stride + c[None, :]
+                if ACCUMULATE:
+                    acc += tl.load(at, mask=both, other=0.0)
+                tl.store(at, acc.to(out.dtype.element_ty), mask=both)
+        if right_out is not None:
+            at = right_out + o[:, None] * out_stride + c[None, :]
+            tl.atomic_add(at, x * own_part[:, None], mask=both & (o >= 0)[:, None], sem="relaxed")
     if terms is not None:
         value = tl.sum(term, axis=1) / scalar(scale)
         if ADD_TERMS:
             value += tl.load(terms + i, mask=inside, other=0.0)
         tl.store(terms + i, value, mask=inside)
-
-
-@triton.jit
-def own_scatter_kernel(
-    left, own, own_coefficient, out, rows, D, left_stride, out_stride, ROWS: tl.constexpr, BD: tl.constexpr
-):  # fmt: skip
-    """The own terms of dright, in fp32: out_own(i) += own_coefficient_i * left_i. Rows may share a column."""
-    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = i < rows
-    o = tl.load(own + i, mask=inside, other=-1)
-    part = tl.load(own_coefficient + i, mask=inside, other=0.0)
-    for d in range(0, D, BD):
-        c = d + tl.arange(0, BD)
-        both = (o >= 0)[:, None] & (c < D)[None, :]
-        x = tl.load(left + i.to(tl.int64)[:, None] * left_stride + c[None, :], mask=both, other=0.0)
-        tl.atomic_add(out + o[:, None] * out_stride + c[None, :], x.to(tl.float32) * part[:, None], both, sem="relaxed")
 
 
 @triton.jit

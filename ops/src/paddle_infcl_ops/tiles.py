@@ -200,7 +200,7 @@ def match_kernel(
 
 # Numbers and pointers that change from chunk to chunk, or with an uneven last batch, must not compile anew.
 _CHANGING = ["rows", "row_offset", "column_offset", "part_stride", "strength"]
-_VECTORS = ["reference", "factor", "own", "self_column", "row_ids", "column_ids", "owner", "limit", "threshold"]
+_VECTORS = ["reference", "factor", "own", "self_column", "row_ids", "column_ids", "owner", "limit", "threshold", "flags"]
 
 
 @triton.jit(do_not_specialize=_CHANGING, do_not_specialize_on_alignment=_VECTORS)
@@ -211,7 +211,7 @@ def similarity_kernel(
     part_stride,
     MODE: tl.constexpr, TMA: tl.constexpr, OUT_TMA: tl.constexpr, GUIDE_TMA: tl.constexpr,
     IDS: tl.constexpr, OWNER_RULE: tl.constexpr, KEEP_OWN: tl.constexpr, HARDNESS: tl.constexpr,
-    EVEN_N: tl.constexpr, FLAG_ROWS: tl.constexpr, PARTS: tl.constexpr,
+    EVEN_N: tl.constexpr, FLAG_ROWS: tl.constexpr, FLAG_BLOCK: tl.constexpr, PARTS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, FLATTEN: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -231,7 +231,14 @@ def similarity_kernel(
     """
     num_m = tl.cdiv(rows, BM)
     num_n = tl.cdiv(N, BN)
-    for t in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
+    total = num_m * num_n
+    if flags is not None:  # almost always none is set: look at all of them once, not at some for every tile
+        any_flag = tl.zeros((FLAG_BLOCK,), dtype=tl.int32)
+        for f0 in range(0, tl.cdiv(rows, FLAG_ROWS), FLAG_BLOCK):
+            f = f0 + tl.arange(0, FLAG_BLOCK)
+            any_flag = any_flag | tl.load(flags + f, mask=f * FLAG_ROWS < rows, other=0)
+        total = tl.where(tl.max(any_flag, axis=0) > 0, total, 0)
+    for t in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=FLATTEN):
         pid_m, pid_n = tile_at(t, num_m, num_n, GROUP)
         m0 = pid_m * BM
         n0 = pid_n * BN
@@ -305,9 +312,9 @@ def similarity_kernel(
             part = pid_n.to(tl.int64) * part_stride + i
             if MODE == _LSE:
                 top = tl.max(z, axis=1)
-                total = tl.sum(tl.exp2(z - tl.where(top == float("-inf"), 0.0, top)[:, None]), axis=1)
+                row_sum = tl.sum(tl.exp2(z - tl.where(top == float("-inf"), 0.0, top)[:, None]), axis=1)
                 tl.store(part_max + part, top, mask=i < rows)
-                tl.store(part_sum + part, total, mask=i < rows)
+                tl.store(part_sum + part, row_sum, mask=i < rows)
             else:
                 ref = tl.load(reference + i, mask=i < rows, other=float("inf"))
                 if MODE == _EXP:

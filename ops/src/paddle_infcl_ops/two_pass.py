@@ -15,10 +15,11 @@ import paddle
 
 from .driver import empty, launch
 from .gradients import Gradient
-from .launch import LSE, Similarity, add_own_terms, cdiv, product, row_block
-from .rows import factor_kernel, finish_kernel, merge_kernel, sum_kernel
+from .launch import LSE, Similarity, cdiv, product
+from .one_pass import finish
+from .rows import factor_kernel, merge_kernel, sum_kernel
 from .tiles import PROB
-from .views import empty_rows, number, row_stride, rows_from
+from .views import empty_rows, number, rows_from, vectors
 
 # Scratch of the forward: a sum and a maximum for every row and tile.
 _LSE_SCRATCH = 32 << 20
@@ -39,10 +40,11 @@ def streaming_lse(s: Similarity, scale, out, *, merge: bool, budget: int) -> Non
     tiles = cdiv(s.N, tile.BN)
     rows = min(budget, _LSE_SCRATCH) // (8 * tiles) // tile.BM * tile.BM
     rows = min(s.B, max(rows, tile.BM))
-    part_sum, part_max = (empty([tiles, rows], paddle.float32, s.left) for _ in range(2))
+    part_sum, part_max = vectors([tiles * rows] * 2, s.left)
     for r0 in range(0, s.B, rows):
         r1 = min(r0 + rows, s.B)
-        s.launch(LSE, scale, (r0, r1), (0, s.N), kind="lse", part_sum=part_sum, part_max=part_max)
+        s.launch(LSE, scale, (r0, r1), (0, s.N), kind="lse", part_sum=part_sum, part_max=part_max,
+                 part_stride=rows)  # fmt: skip
         launch(
             merge_kernel, (cdiv(r1 - r0, 32),), part_sum, part_max, rows_from(out, r0), r1 - r0, tiles, rows,
             MERGE=merge, ROWS=32, BT=64 if s.arch else 8, num_warps=4,
@@ -60,8 +62,9 @@ def row_factors(s: Similarity, lse, own_similarity, scale, weight, weight_factor
         (reference [B], factor [B], own_coefficient [B] or None, gain: tensor or None): see `factor_kernel`.
     """
     fp32 = paddle.float32
-    reference, factor = empty([s.B], fp32, lse), empty([s.B], fp32, lse)
-    own_coefficient = None if own_similarity is None else empty([s.B], fp32, lse)
+    reference, factor, own_coefficient = vectors([s.B] * 3, lse)
+    if own_similarity is None:
+        own_coefficient = None
     largest = gain = None
     if s.dtype == paddle.float16:
         gain, largest = empty([1], fp32, lse), number(abs(weight)) if isinstance(weight, float) else empty([1], fp32, lse)
@@ -108,6 +111,7 @@ def gradients(
     add_left, add_right = left is not None and left.written, right is not None and right.written
     for r0 in range(0, B, rows):
         r1 = min(r0 + rows, B)
+        used = split_rows = 0
         for c0 in range(0, N, columns):
             c1 = min(c0 + columns, N)
             s.launch(
@@ -125,17 +129,11 @@ def gradients(
                     scale, M=c1 - c0, N=D, K=r1 - r0, transposed=True, gain=gain,
                     accumulate=add_right or r0 > 0,
                 )  # fmt: skip
-        own = None if own_coefficient is None or s.own is None else rows_from(own_coefficient, r0)
-        if wants_left:
-            out = None if left is None else left.buffer
-            launch(
-                finish_kernel, (cdiv(r1 - r0, 4),), sums, used, split_rows, row_stride(sums), None, own,
-                rows_from(s.own, r0), s.right, row_stride(s.right), rows_from(s.left, r0), row_stride(s.left),
-                rows_from(out, r0), D, rows_from(terms, r0), scale, r1 - r0, D,
-                ACCUMULATE=add_left, ADD_TERMS=add_terms, ROWS=4, BD=row_block(D), num_warps=4,
-            )  # fmt: skip
-        if right is not None and own is not None:
-            add_own_terms(s, r0, r1, own, right.buffer)
+        finish(
+            s, scale, r0, r1, sums, used, split_rows, None,
+            None if own_coefficient is None or s.own is None else rows_from(own_coefficient, r0),
+            left=left, right=right, terms=terms, accumulate=add_left, add_terms=add_terms,
+        )  # fmt: skip
     for gradient in (left, right):
         if gradient is not None:
             gradient.written = True

@@ -45,6 +45,15 @@ def rows_from(tensor, start: int):
     return tensor if tensor is None or start == 0 else Rows(tensor, start)
 
 
+def vectors(sizes: list[int], like):
+    """fp32 scratch of these lengths, cut from one allocation: an allocation costs as much host time as a launch."""
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + -(-size // 64) * 64)  # 256 bytes, as Paddle aligns
+    flat = driver.empty([max(starts[-1], 1)], paddle.float32, like)
+    return [rows_from(flat, start) for start in starts[:-1]]
+
+
 def row_stride(tensor) -> int:
     """Elements from one row to the next."""
     return tensor.strides[0] if tensor.ndim > 0 else 1
