@@ -30,7 +30,7 @@ from paddle_infcl.distributed.columns import Layout, with_columns
 from paddle_infcl.functional.blocks import Block
 from paddle_infcl.functional.budget import distinct_sides
 from paddle_infcl.functional.counting import count_negatives
-from paddle_infcl.functional.hops import BlockFunctions, add_own_grads, own_of_block
+from paddle_infcl.functional.hops import BlockFunctions
 from paddle_infcl.functional.tiles import accumulation_dtype
 
 # Shards of at least so many columns are worked on in two halves.
@@ -71,9 +71,9 @@ def bytes_sent(world: int, column_bytes: int, gradient_bytes: int) -> int:
     return (world - 1) * (2 * column_bytes + gradient_bytes)
 
 
-def half(columns: int, k: int) -> slice:
-    """Part k, 0 or 1, of a shard whose gradients travel by parts; small ones have all columns in part 0."""
-    middle = columns if columns < _FEWEST_TO_HALVE else columns // 2 // 128 * 128
+def part_of(columns: int, k: int, parts: int) -> slice:
+    """Part k of a shard whose gradient travels in so many parts, 1 or 2; of two, small shards have all in part 0."""
+    middle = columns if parts == 1 or columns < _FEWEST_TO_HALVE else columns // 2 // 128 * 128
     return slice(0, middle) if k == 0 else slice(middle, columns)
 
 
@@ -142,7 +142,7 @@ class RingPlan:
 
             def tensor_of(name: str) -> Tensor:
                 here = columns[self.layout.places[g, b, name]]
-                part = slice(0, here.shape[0]) if k < 0 else half(here.shape[0], k)
+                part = slice(0, here.shape[0]) if k < 0 else part_of(here.shape[0], k, self.parts)
                 return here if part.stop - part.start == here.shape[0] else here[part]
 
             moved = with_columns(block, tensor_of, left=block.left.detach(), own=None, self_column=None)
@@ -152,7 +152,7 @@ class RingPlan:
         """Per right side of a shard, shape and dtype of part k of its gradient."""
         rooms = []
         for tensor, n in zip(self.rights, self.layout.counts[shard], strict=False):
-            part = half(n, k)
+            part = part_of(n, k, self.parts)
             rooms.append(([part.stop - part.start, tensor.shape[1]], accumulation_dtype(tensor.dtype)))
         return rooms
 
@@ -172,7 +172,7 @@ def ring_lse(plan: RingPlan, scale: Tensor) -> tuple[list[Tensor], list[Tensor]]
                     lse[g] = plan.functions.lse(here, scale, out=lse[g], memory_budget=plan.memory_budget)
     own = []
     for group in plan.groups:
-        values = [own_of_block(plan.at_home(block), scale) for block in group if block.own is not None]
+        values = [plan.functions.own(plan.at_home(block), scale) for block in group if block.own is not None]
         for other in values[1:]:
             values[0] = paddle.maximum(values[0], other)
         own.append(values[0])
@@ -200,7 +200,7 @@ def _made(sums: dict[int, Tensor], tensor: Tensor) -> Tensor:
 
 def ring_gradients(
     plan: RingPlan, scale: Tensor, lse: Sequence[Tensor], dothers: Sequence[Tensor], down: Sequence[Tensor]
-) -> tuple[list[Tensor | None], Tensor]:
+) -> tuple[list[Tensor], Tensor]:
     """The backward sweep.
 
     Args:
@@ -211,7 +211,7 @@ def ring_gradients(
         down: per group [B], gradient that reaches the own logits.
 
     Returns:
-        (per tensor of plan.tensors its gradient in the accumulation dtype or None, 0-d gradient of scale).
+        (per tensor of plan.tensors its gradient, 0-d gradient of scale).
     """
     dleft: dict[int, Tensor] = {}  # by id of the tensor
     dright: dict[int, Tensor] = {}
@@ -251,19 +251,17 @@ def ring_gradients(
     for k, (values, wait) in enumerate(on_the_way):  # home again
         wait()
         for tensor, value in zip(plan.rights, values, strict=True):
-            part = half(tensor.shape[0], k)
+            n, part = tensor.shape[0], part_of(tensor.shape[0], k, plan.parts)
             if part.stop > part.start:
-                _made(dright, tensor)[part].add_(value)
+                sums = _made(dright, tensor)
+                plan.functions.add(sums if part == slice(0, n) else sums[part], value)
 
     for g, group in enumerate(plan.groups):
         for block in group:
             if block.own is not None:
                 sides = _made(dleft, block.left), _made(dright, block.right)
-                add_own_grads(plan.at_home(block), scale, down[g], *sides, terms)
-    gradients = []
-    for tensor in plan.tensors:
-        left, right = dleft.get(id(tensor)), dright.get(id(tensor))
-        gradients.append(right if left is None else left if right is None else left.add_(right))
+                plan.functions.add_own(plan.at_home(block), scale, down[g], *sides, terms)
+    gradients = [plan.functions.total(t, dleft.get(id(t)), dright.get(id(t))) for t in plan.tensors]
     return gradients, terms.sum()
 
 
@@ -292,10 +290,7 @@ class _Ring(PyLayer):
         for t in ctx.terms:
             if t is not None and t.dscale is not None:
                 dscale = dscale + (weights * t.dscale).sum()
-        out = [dscale.astype(ctx.scale.dtype).reshape(ctx.scale.shape)]
-        for tensor, gradient in zip(plan.tensors, gradients, strict=True):
-            gradient = paddle.zeros_like(tensor) if gradient is None else gradient
-            out.append(gradient.astype(tensor.dtype))
+        out = [dscale.astype(ctx.scale.dtype).reshape(ctx.scale.shape), *gradients]
         return (None, *(g if want else None for g, want in zip(out, ctx.wanted, strict=True)))
 
 

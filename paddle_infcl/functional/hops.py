@@ -29,19 +29,6 @@ from paddle_infcl.functional.tiles import accumulation_dtype, exponentials_, oth
 _NEGATIVE_INFINITY = float("-inf")
 
 
-@dataclass(frozen=True)
-class BlockFunctions:
-    """What a loss whose columns lie on several devices is made of.
-
-    Attributes:
-        lse: see `block_lse`.
-        grads: see `block_grads`.
-    """
-
-    lse: Callable
-    grads: Callable
-
-
 @paddle.no_grad()
 def block_lse(block: Block, scale: Tensor, *, out: Tensor | None = None, memory_budget: int | None = None) -> Tensor:
     """The log-sum-exp of every row over the block's entries that are neither own nor dropped.
@@ -157,6 +144,41 @@ def add_own_grads(block: Block, scale: Tensor, weights: Tensor, dleft: Tensor, d
     factors = (weights * scale.astype(dtype).reshape([])).unsqueeze(1)
     dleft.add_(right * factors)
     dright.index_add_(own, 0, left * factors)
+
+
+def add(total: Tensor, part: Tensor) -> None:
+    """total += part."""
+    total.add_(part)
+
+
+def total_gradient(like: Tensor, as_left: Tensor | None, as_right: Tensor | None) -> Tensor:
+    """The gradient of a tensor in its dtype, from what it has as a left and as a right side; both are given up."""
+    if as_left is None and as_right is None:
+        return paddle.zeros_like(like)
+    if as_left is None or as_right is None:
+        return (as_right if as_left is None else as_left).astype(like.dtype)
+    return as_left.add_(as_right).astype(like.dtype)
+
+
+@dataclass(frozen=True)
+class BlockFunctions:
+    """What a loss whose columns lie on several devices is made of; each is the function of that name in this module.
+
+    Attributes:
+        lse: `block_lse`.
+        grads: `block_grads`.
+        own: `own_of_block`.
+        add_own: `add_own_grads`.
+        add: `add`.
+        total: `total_gradient`.
+    """
+
+    lse: Callable
+    grads: Callable
+    own: Callable = own_of_block
+    add_own: Callable = add_own_grads
+    add: Callable = add
+    total: Callable = total_gradient
 
 
 def block_functions(backend: str, tensor: Tensor) -> BlockFunctions:
