@@ -310,7 +310,7 @@ def choose(backend: str, tensor: Tensor) -> str:
 
 
 def write(tensor: Tensor, index, values: Tensor) -> None:
-    """tensor[index] = values, through a view where there are views: an assignment by index takes seven times longer."""
+    """tensor[index] = values, through a view where there are views: assigning by index takes seven times longer."""
     view = tensor[index]
     values = values.reshape(view.shape)
     if view._is_shared_buffer_with(tensor):

@@ -77,7 +77,7 @@ class _Work:
     def first_pass(self) -> None:
         self.others = empty([self.s.B], paddle.float32, self.s.left)
         two_pass.streaming_lse(self.s, self.scale, self.others, merge=False, budget=self.budget)
-        self.own = one_pass.own_similarity_of(self.s, None)
+        self.own = one_pass.own_similarity_of(self.s, empty([self.s.B], paddle.float32, self.s.left))
 
     def second_pass(self, factors) -> tuple:
         # The weight's is summed in fp32: chunks of rows add to it, and labels that occur more than once.
