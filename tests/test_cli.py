@@ -314,6 +314,15 @@ def test_from_random_weights(folder, tmp_path):
     assert "eval_mrr@10" in results  # held-out pairs are scored at the end, whatever the strategy
 
 
+def test_evaluation_alone(folder, tmp_path, caplog):
+    config = write_config(tmp_path / "c.yaml", options(folder, tmp_path / "out", do_train=False))
+    assert main(["train", config]) == 0
+    assert "do_train is false: eval_mrr@10" in caplog.text and not (tmp_path / "out" / "all_results.json").exists()
+    values = options(folder, tmp_path / "out", do_train=False, eval_pairs=None, evaluation_strategy="no")
+    assert main(["train", write_config(tmp_path / "d.yaml", values)]) == 1
+    assert "nothing to do" in caplog.text
+
+
 def test_the_script_and_the_module(folder, tmp_path):
     """`python scripts/run_embedding.py` and `python -m paddle_infcl` are the command."""
     environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}

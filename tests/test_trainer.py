@@ -332,6 +332,15 @@ def test_evaluation_loss_is_the_training_loss(tmp_path):
         trainer.evaluate()
 
 
+def test_evaluation_takes_no_random_numbers_from_training(tmp_path):
+    trainer = make_trainer(tmp_path, tmp_path / "out", evaluator=lambda encode: {"x": float(paddle.rand([1]))})
+    paddle.seed(3)
+    want = paddle.rand([4]).numpy()
+    paddle.seed(3)
+    trainer.evaluate()
+    np.testing.assert_array_equal(paddle.rand([4]).numpy(), want)
+
+
 def test_evaluation_encodes_as_training_does(tmp_path):
     kinds = []
 

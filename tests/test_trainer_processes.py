@@ -82,6 +82,11 @@ def test_one_synchronisation_per_step(two):
 
 
 def test_sharding_stage_1(one, folder):
-    runs = {"sharded": {**BASE, "gradient_accumulation_steps": 2, "sharding": "stage1"}}
+    half = {**BASE, "gradient_accumulation_steps": 2, "sharding": "stage1"}
+    runs = {
+        "sharded": {**half, "save_strategy": "steps", "save_steps": 3, "max_steps": 6},
+        "sharded-on": {**half, "resume": "sharded/checkpoint-3"},
+    }
     launch(2, [SCRIPT, str(folder), json.dumps(runs)])
-    assert_same(np.load(folder / "sharded.npz"), one)
+    for name in runs:
+        assert_same(np.load(folder / f"{name}.npz"), one)

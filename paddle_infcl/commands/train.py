@@ -171,6 +171,8 @@ def run(config: Config) -> dict[str, float]:
         evaluator=evaluator,
         guide=guide,
     )
+    if "do_train" in config.given and not training.do_train:
+        return _evaluate_only(trainer)
     checkpoint = training.resume_from_checkpoint
     if checkpoint is None and not training.overwrite_output_dir:
         checkpoint = last_checkpoint(training.output_dir)
@@ -190,6 +192,14 @@ def run(config: Config) -> dict[str, float]:
             json.dumps(summary, indent=2) + "\n", encoding="utf-8"
         )
     logger.info("the model is in %s", training.output_dir)
+    return metrics
+
+
+def _evaluate_only(trainer) -> dict[str, float]:
+    if trainer.evaluator is None:
+        raise ConfigError([Problem("do_train", False, "leaves nothing to do without eval_pairs or eval_queries")])
+    metrics = trainer.evaluate()
+    logger.info("do_train is false: %s", ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
     return metrics
 
 
