@@ -13,20 +13,20 @@ _SHOWN = ("loss", "learning_rate", "temperature", "effective_negatives", "pairs_
 
 
 class PairProgress(ProgressCallback):
-    """A bar over the pairs of the whole run that moves with every micro-batch, and one line per log.
-
-    Args:
-        pairs: of the whole run, over all processes.
-        done: of these, before this run resumed.
-        world: number of processes; each does about as many pairs as this one.
-    """
+    """A bar over the pairs of the whole run that moves with every micro-batch, and one line per log."""
 
     def __init__(self):
         super().__init__()
         self.pairs, self.done, self.world = None, 0, 1
 
     def expect(self, pairs: int | None, done: int, world: int) -> None:
-        """Sets what the next run's bar counts to: pairs in all, pairs done before, processes."""
+        """Sets what the next run's bar counts to.
+
+        Args:
+            pairs: of the whole run, over all processes.
+            done: of these, before this run resumed.
+            world: number of processes; each does about as many pairs as this one.
+        """
         self.pairs, self.done, self.world = pairs, done, world
 
     def on_train_begin(self, args, state, control, **kwargs):
