@@ -19,13 +19,12 @@ from paddle_infcl.functional.blocks import Block
 from paddle_infcl.functional.candidates import Candidates
 from paddle_infcl.functional.contrastive import info_nce_groups
 from paddle_infcl.functional.distillation import DISTILLATIONS, distillation_loss
-from paddle_infcl.functional.guided import MARGIN_STRATEGIES, guided_groups
+from paddle_infcl.functional.guided import MARGIN_STRATEGIES, guide_vectors, guided_groups
 from paddle_infcl.functional.matryoshka import Matryoshka, prefix_groups, unit_prefixes
 from paddle_infcl.functional.qwen3 import qwen3_groups
 from paddle_infcl.functional.ranking import check_ranking, ranking_groups
 from paddle_infcl.functional.row_losses import Debiased
 from paddle_infcl.functional.symmetric import symmetric_loss
-from paddle_infcl.functional.vectors import l2_normalize
 from paddle_infcl.losses import InfCLLoss, build_loss
 
 
@@ -86,10 +85,8 @@ class GuidedObjective:
     def groups(self, batch: Batch) -> list[list[Block]]:
         if batch.guide_q is None or batch.guide_p is None:
             raise ValueError("the guided objective needs the guide's vectors of the queries and of the passages")
-        with paddle.no_grad():
-            guide = Candidates.from_passages(
-                l2_normalize(batch.guide_q.detach()), l2_normalize(batch.guide_p.detach()), batch.own
-            )
+        q, p = (guide_vectors(v, batch.q.dtype) for v in (batch.guide_q, batch.guide_p))
+        guide = Candidates.from_passages(q, p, batch.own)
         return guided_groups(
             batch.candidates(),
             guide,

@@ -10,6 +10,10 @@ import pytest
 
 MODULES = [
     "paddle_infcl.functional.contrastive",
+    "paddle_infcl.functional.guided",
+    "paddle_infcl.functional.qwen3",
+    "paddle_infcl.functional.ranking",
+    "paddle_infcl.functional.symmetric",
     "paddle_infcl.evaluation.retrieval",
     "paddle_infcl.arguments",
     "paddle_infcl.data.jsonl",

@@ -43,6 +43,15 @@ def guide_threshold(queries: Tensor, positives: Tensor, margin_strategy: str, ma
     return own - margin if margin_strategy == "absolute" else own - own.abs() * margin
 
 
+@paddle.no_grad()
+def guide_vectors(vectors: Tensor, dtype: paddle.dtype) -> Tensor:
+    """[n, Dg] the guide's vectors with length 1, without gradient, in the dtype of the trained ones.
+
+    One dtype for all products of a tile; thresholds are then made from the vectors that they are compared with.
+    """
+    return l2_normalize(vectors.detach().astype(accumulation_dtype(vectors.dtype))).astype(dtype)
+
+
 def guided_groups(
     batch: Candidates,
     guide: Candidates,
@@ -58,7 +67,7 @@ def guided_groups(
 
     Args:
         batch: the trained model's vectors.
-        guide: the guide's, of the same texts in the same order; of length 1, without gradient.
+        guide: the guide's, of the same texts in the same order, as `guide_vectors` makes them.
         margin_strategy, margin: see `guide_threshold`.
         contrast_anchors: also against the anchors of this process.
         contrast_positives: also each row's positive against the other positives.
@@ -155,7 +164,8 @@ def guided_inf_cl_loss(
             f"columns of {batch.rows} rows; the guide's vectors of the same texts are needed"
         )
     with paddle.no_grad():
-        guide = Candidates.from_columns([l2_normalize(g.detach()) for g in guide_columns], normalize=False)
+        dtype = columns[0].dtype
+        guide = Candidates.from_columns([guide_vectors(g, dtype) for g in guide_columns], normalize=False)
         groups = guided_groups(
             batch,
             guide,
