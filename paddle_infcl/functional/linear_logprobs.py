@@ -54,7 +54,8 @@ def linear_logprobs_of_labels(
         ignore_index: positions with this label give 0 and no gradient.
         temperature: T > 0.
         transposed_weight: whether the weight is [D, V].
-        backend: "paddle" (any device), "triton" (CUDA; no bias, weight [V, D]), or "auto": Triton where it runs.
+        backend: "paddle" (any device), "triton" (CUDA; with a bias or a weight [D, V] it rounds logits to the inputs'
+            dtype, as a dense layer does, and takes no float16), or "auto": Triton where it runs.
         memory_budget: bytes for logits that are held at once; None: 8 MiB on a CPU, elsewhere the inputs' size, at
             least 256 MiB.
 
@@ -66,7 +67,7 @@ def linear_logprobs_of_labels(
         ValueError: shapes do not fit, a label is outside 0 ... V - 1 (on a GPU this waits for the labels), the
             temperature is not positive and finite, the backend's name is unknown, or the budget is not positive.
         TypeError: dtypes differ, or labels are not integers.
-        BackendError: backend="triton" cannot run on these tensors, or with a bias or a transposed weight.
+        BackendError: backend="triton" cannot run on these tensors.
     """
     V = _check(hidden, weight, labels, bias, temperature, transposed_weight, memory_budget)
     check_labels(labels, V, ignore_index)
@@ -77,7 +78,15 @@ def linear_logprobs_of_labels(
         flat = paddle.where(ignored, paddle.zeros_like(flat), flat)
     if _choose(backend, hidden, bias, transposed_weight) == "triton":
         function = kernels._load_ops()[0].linear_logprobs_of_labels
-        logprobs = function(rows, weight, flat, temperature=temperature, memory_budget=memory_budget)
+        logprobs = function(
+            rows,
+            weight,
+            flat,
+            bias=bias,
+            transposed_weight=transposed_weight,
+            temperature=temperature,
+            memory_budget=memory_budget,
+        )
     else:
         terms = _terms(rows, weight, flat, bias, temperature, transposed_weight, memory_budget)
         logprobs = merge_label_terms([terms])
@@ -115,7 +124,7 @@ def linear_label_terms(
     rows, flat = _rows(hidden, labels)
     local = flat - shard_start
     local = paddle.where((local < 0) | (local >= V), paddle.full_like(local, -1), local)
-    if _choose(backend, hidden, bias, transposed_weight) == "triton":
+    if _choose(backend, hidden, bias, transposed_weight, shard=True) == "triton":
         function = kernels._load_ops()[0].linear_logprobs_of_labels
         own, others = function(rows, weight, local, terms=True, temperature=temperature, memory_budget=memory_budget)
     else:
@@ -321,14 +330,13 @@ def _rows(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return hidden.reshape([-1, hidden.shape[-1]]), labels.reshape([-1]).astype("int64")
 
 
-def _choose(backend: str, hidden: Tensor, bias: Tensor | None, transposed: bool) -> str:
+def _choose(backend: str, hidden: Tensor, bias: Tensor | None, transposed: bool, shard: bool = False) -> str:
     why = None
-    if bias is not None:
-        why = "its kernels take no bias"
-    elif transposed:
-        why = "its kernels take a weight [V, D], not [D, V]"
-    elif hidden.size == 0:
+    if hidden.size == 0:
         why = "there are no rows"
+    elif (bias is not None or transposed) and (shard or hidden.dtype == paddle.float16):
+        what = "a shard" if shard else "float16"
+        why = f"its kernels take {what} without a bias and with a weight [V, D] only"
     if why is None:
         return choose(backend, hidden)
     if backend == "triton":

@@ -84,6 +84,24 @@ def test_the_kernels(dtype, R, D, V):
     close(got[1:3], want[1:3], 2 * ROUNDING[dtype])
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("rows", [128, 4])
+def test_chunks_of_logits_and_the_label_kernels(transposed, with_bias, rows, monkeypatch):
+    """What the tiles do not take. float32: a CPU has no bfloat16 products."""
+    from paddle_infcl_ops import chunked_logprobs
+
+    monkeypatch.setattr(chunked_logprobs, "_FEWEST_ROWS", rows)
+    hidden, weight, bias, labels, g = make([2, 5], 24, 77)
+    bias = bias if with_bias else None
+    given = weight.t().contiguous() if transposed else weight
+    got = run(hidden, given, labels, g, bias, transposed_weight=transposed, backend="triton", memory_budget=1)
+    want = linear_label_logprobs(exact(hidden), exact(weight), labels, bias=exact(bias), g=g)
+    if transposed:
+        got = (got[0], got[1], got[2].T, got[3])
+    close(got, want, 1e-5)
+
+
 @pytest.mark.parametrize("backend", ["paddle", "triton"])
 def test_large_logits_and_certain_labels(backend):
     hidden = paddle.to_tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]]) * 1e4
@@ -217,9 +235,10 @@ def test_arguments_that_do_not_fit():
         f(hidden, weight, paddle.full_like(y, 7))
     with pytest.raises(TypeError, match="must be of the same dtype"):
         f(hidden, weight.astype("float64"), y)
-    for options, told in (({"bias": bias}, "bias"), ({"transposed_weight": True}, "not \\[D, V\\]")):
-        w = weight.t() if "transposed_weight" in options else weight
-        with pytest.raises(kernels.BackendError, match=told):
-            f(hidden, w, y, backend="triton", **options)
+    half = [t.astype("float16") for t in (hidden, weight, bias)]
+    with pytest.raises(kernels.BackendError, match="float16 without a bias and with a weight"):
+        f(half[0], half[1], y, bias=half[2], backend="triton")
+    with pytest.raises(kernels.BackendError, match="a shard without a bias and with a weight"):
+        linear_label_terms(hidden, weight.t(), y, transposed_weight=True, backend="triton")
     with pytest.raises(ValueError, match="none of auto"):
         f(hidden, weight, y, bias=bias, backend="dense")

@@ -158,6 +158,33 @@ def errors() -> None:
             dhidden=relative(host(hidden.grad), want[1][0]),
             dweight=relative(host(weight.grad), want[2]),
         )
+        if dtype != "bfloat16":
+            continue
+        other = paddle.to_tensor(host(weight.detach()).T.astype("float32")).astype(dtype)
+        bias = normal([8003], dtype, seed=3)
+        leaves = [t.detach() for t in (hidden, other, bias)]
+        for leaf in leaves:
+            leaf.stop_gradient = False
+        out = ops.linear_logprobs_of_labels(
+            leaves[0],
+            leaves[1],
+            paddle.to_tensor(labels),
+            bias=leaves[2],
+            transposed_weight=True,
+            memory_budget=4 << 20,
+        )
+        out.backward(paddle.to_tensor(g))
+        want = linear_label_logprobs(
+            host(hidden.detach())[None], host(weight.detach()), labels[None], bias=host(bias), g=g[None]
+        )
+        check(
+            "linear bfloat16 [1000, 512] x [512, 8003] and a bias, chunks",
+            2e-2,
+            logprobs=float(np.abs(out.numpy() - want[0][0]).max()) / 10,
+            dhidden=relative(host(leaves[0].grad), want[1][0]),
+            dweight=relative(host(leaves[1].grad), want[2].T),
+            dbias=relative(host(leaves[2].grad), want[3]),
+        )
 
 
 def given_case():
@@ -248,11 +275,20 @@ def linear() -> None:
         ops.info_nce([[block(hidden, weight, labels)]], scale=1.0, row_weights=1 / R).backward()
         clear()
 
+    def transposed():
+        out = ops.linear_logprobs_of_labels(hidden, other, labels, transposed_weight=True, memory_budget=R * V * 2)
+        out.backward(g)
+        clear()
+        other.clear_gradient(False)
+
     hidden.stop_gradient = weight.stop_gradient = False
+    other = normal([D, V], "bfloat16", seed=10**7, scale=D**-0.5)
+    other.stop_gradient = False
     for name, call, products in (
         ("logprobs", forward, 1),
         ("cross-entropy, one pass, with gradients", cross_entropy, 3),
         ("logprobs with gradients", both, 3),
+        ("logprobs with gradients, weight [D, V], one chunk", transposed, 3),
     ):
         memory = cost(call)
         t = timed(call)

@@ -15,14 +15,24 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "ops" / "src")]
 
 import paddle  # noqa: E402
-from paddle_infcl_ops import driver, gradients, launch, linear_logprobs, logprobs, one_pass, tuning, two_pass  # noqa: E402
+from paddle_infcl_ops import (  # noqa: E402
+    chunked_logprobs,
+    driver,
+    gradients,
+    launch,
+    linear_logprobs,
+    logprobs,
+    one_pass,
+    tuning,
+    two_pass,
+)
 
 from tests.ops import compile_all  # noqa: E402
 
 
 def main() -> None:
     tuning.device = lambda tensor: (compile_all.ARCH, 132)
-    for module in (driver, gradients, launch, linear_logprobs, one_pass, two_pass):
+    for module in (chunked_logprobs, driver, gradients, launch, linear_logprobs, one_pass, two_pass):
         module.launch = compile_all.compile_launch
     for dtype, V in (("float32", 33), ("float32", 6400), ("float16", 5003), ("bfloat16", 6400)):
         z = paddle.zeros([2, 4, V]).astype(dtype).detach()
@@ -42,6 +52,12 @@ def main() -> None:
         labels = paddle.zeros([256], dtype="int64")
         out = linear_logprobs.linear_logprobs_of_labels(hidden, weight, labels, terms=terms)
         (sum(x.sum() for x in out) if terms else out.sum()).backward()
+    # Not in bfloat16, whose products a CPU lacks.
+    hidden, weight, bias = (paddle.zeros(shape) for shape in ([256, 512], [512, 1024], [1024]))
+    hidden.stop_gradient = weight.stop_gradient = bias.stop_gradient = False
+    labels = paddle.zeros([256], dtype="int64")
+    out = linear_logprobs.linear_logprobs_of_labels(hidden, weight, labels, bias=bias, transposed_weight=True)
+    out.sum().backward()
     print(f"{len(compile_all.compiled)} launches compile for sm_{compile_all.ARCH}")
 
 

@@ -40,13 +40,14 @@ def offset_(column, stride, WIDE: tl.constexpr):
 
 @triton.jit
 def label_forward_kernel(
-    logits, labels, logprobs, tops, log_sums, entropies, n1, n2, s0, s1, s2, sv, l0, l1, l2, V, scale, ignore_index,
+    logits, bias, labels, logprobs, tops, log_sums, entropies, n1, n2, s0, s1, s2, sv, l0, l1, l2, V, scale, ignore_index,
     HAS_IGNORE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row's log-probability.
 
     Args:
         logits: any dtype; entry (a, b, t, v) at a s0 + b s1 + t s2 + v sv.
+        bias: [V], added to the logits, or None.
         labels: integers; (a, b, t) at a l0 + b l1 + t l2.
         logprobs, tops, log_sums, entropies: [rows] fp32, rows counted (a, b, t) with n1 of b and n2 of t; all but the
             first may be None.
@@ -69,7 +70,10 @@ def label_forward_kernel(
             return
     base = logits + (a * s0 + b * s1 + t * s2)
     # A label out of range costs its own row only: NaN.
-    own = tl.load(base + label * sv, mask=(label >= 0) & (label < V), other=float("nan")).to(tl.float32)
+    inside = (label >= 0) & (label < V)
+    own = tl.load(base + label * sv, mask=inside, other=float("nan")).to(tl.float32)
+    if bias is not None:
+        own += tl.load(bias + label, mask=inside, other=0.0).to(tl.float32)
     own = tl.where(own == float("inf"), float("nan"), own)
     factor = scale * LOG2E
     m = tl.full([], float("-inf"), tl.float32)
@@ -80,6 +84,8 @@ def label_forward_kernel(
     for start in range(0, V, BLOCK):
         at = start + columns
         z = tl.load(base + offset_(at, sv, WIDE), mask=at < V, other=float("-inf")).to(tl.float32)
+        if bias is not None:
+            z += tl.load(bias + at, mask=at < V, other=0.0).to(tl.float32)
         z = tl.where(at == label, float("-inf"), z)
         new = tl.maximum(m, tl.max(z, axis=0))
         safe = tl.where(new == float("-inf"), 0.0, new)
@@ -115,7 +121,7 @@ def label_forward_kernel(
 
 @triton.jit
 def label_backward_kernel(
-    logits, labels, dlogits, logprobs, tops, log_sums, entropies, g, h, n1, n2, T, s0, s1, s2, sv, l0, l1, l2,
+    logits, bias, labels, dlogits, logprobs, tops, log_sums, entropies, g, h, n1, n2, T, s0, s1, s2, sv, l0, l1, l2,
     d0, d1, d2, dv, V, scale, ignore_index, HAS_IGNORE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row's gradient; `dlogits` may be `logits`.
@@ -156,6 +162,8 @@ def label_backward_kernel(
     for start in range(0, V, BLOCK):
         at = start + columns
         z = tl.load(base + offset_(at, sv, WIDE), mask=at < V, other=0.0).to(tl.float32)
+        if bias is not None:
+            z += tl.load(bias + at, mask=at < V, other=0.0).to(tl.float32)
         logp = (z - top) * scale - log_sum
         p = tl.exp2(logp * LOG2E)
         if h is not None:

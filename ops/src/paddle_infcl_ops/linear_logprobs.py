@@ -14,6 +14,7 @@ import paddle
 from paddle.autograd import PyLayer
 
 from . import one_pass, two_pass
+from .chunked_logprobs import Chunked, Plan
 from .driver import empty, is_interpreting, launch
 from .gradients import Gradient
 from .launch import Similarity, cdiv
@@ -42,14 +43,18 @@ class _Vocabulary:
 
 
 def linear_logprobs_of_labels(
-    hidden, weight, labels, *, temperature: float = 1.0, terms: bool = False, memory_budget: int | None = None
-):
+    hidden, weight, labels, *, bias=None, transposed_weight: bool = False, temperature: float = 1.0,
+    terms: bool = False, memory_budget: int | None = None,
+):  # fmt: skip
     """log softmax(hidden @ weight^T / T) at the labels.
 
     Args:
         hidden: [R, D] fp32, bf16 or fp16.
         weight: [V, D], same dtype.
         labels: [R] int64, 0 ... V - 1.
+        bias: [V], same dtype, or None.
+        transposed_weight: whether the weight is [D, V]. With it or a bias chunked_logprobs.py does the work, in fp32
+            or bf16, and without `terms`.
         temperature: T.
         terms: for a shard of the vocabulary: return the two numbers per row that it adds to a log-probability. Labels
             then count from the shard's first row, and -1 is a label of another shard.
@@ -59,6 +64,15 @@ def linear_logprobs_of_labels(
         [R] fp32, with gradients for hidden and weight; with `terms` a pair of such: the label's logit over T or -inf,
         and the log-sum-exp of the other logits.
     """
+    if bias is not None or transposed_weight:
+        if terms or hidden.dtype == paddle.float16:
+            raise TypeError("a bias or a weight [D, V] goes with float32 or bfloat16, and not with terms")
+        tensors = [hidden, weight] if bias is None else [hidden, weight, bias]
+        learns = paddle.is_grad_enabled()
+        wanted = [learns and t is not None and not t.stop_gradient for t in (hidden, weight, bias)]
+        budget = memory_budget or max(_LEAST_BUDGET, sum(t.size * t.element_size() for t in tensors))
+        plan = Plan(labels.detach().contiguous(), 1.0 / temperature, transposed_weight, budget, wanted)
+        return Chunked.apply(plan, *tensors)
     layer = _Terms if terms else _Linear
     return layer.apply(hidden, weight, _Work(hidden, weight, labels, 1.0 / temperature, memory_budget))
 

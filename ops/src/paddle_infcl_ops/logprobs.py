@@ -10,11 +10,11 @@ import paddle
 from paddle.autograd import PyLayer
 
 from . import driver
+from .chunked_logprobs import tile_of
 from .label_kernels import label_backward_kernel, label_forward_kernel
 from .linear_logprobs import linear_logprobs_of_labels
 
 _DTYPES = (paddle.float32, paddle.float16, paddle.bfloat16)
-_BYTES_PER_TILE = 16384
 
 
 def logprobs_of_labels(
@@ -90,15 +90,7 @@ class _Walk:
 
 
 def _tile(logits) -> dict:
-    """Entries per step and warps: 16 KiB of logits in flight per program."""
-    if driver.is_interpreting():
-        # Where every step is slow: several steps for small vocabularies, few for large ones.
-        return {"BLOCK": 64 if logits.shape[-1] <= 512 else 4096}
-    block = _BYTES_PER_TILE // logits.element_size()
-    V = logits.shape[-1]
-    while block > 256 and block // 2 >= V:
-        block //= 2
-    return {"BLOCK": block, "num_warps": max(1, min(8, block // 256))}
+    return tile_of(logits.shape[-1], logits.element_size())
 
 
 class _LabelLogprobs(PyLayer):
@@ -120,8 +112,9 @@ class _LabelLogprobs(PyLayer):
         if logprobs.size:
             driver.launch(
                 label_forward_kernel, (logprobs.size,),
-                logits, labels, logprobs, top, log_sum, entropy, walk.n1, walk.n2, *walk.logits, *walk.labels, walk.V,
-                plan.scale, ignore_index or 0, HAS_IGNORE=ignore_index is not None, WIDE=walk.wide, **_tile(logits),
+                logits, None, labels, logprobs, top, log_sum, entropy, walk.n1, walk.n2, *walk.logits, *walk.labels,
+                walk.V, plan.scale, ignore_index or 0, HAS_IGNORE=ignore_index is not None, WIDE=walk.wide,
+                **_tile(logits),
             )  # fmt: skip
         if wanted:
             ctx.save_for_backward(logits)
@@ -144,7 +137,7 @@ class _LabelLogprobs(PyLayer):
         if rows:
             driver.launch(
                 label_backward_kernel, (rows,),
-                logits, labels, dlogits, logprobs, top, log_sum, entropy if h is not None else None,
+                logits, None, labels, dlogits, logprobs, top, log_sum, entropy if h is not None else None,
                 g.contiguous(), None if h is None else h.contiguous(), walk.n1, walk.n2, walk.T, *walk.logits,
                 *walk.labels, *strides, walk.V, plan.scale, ignore_index or 0, HAS_IGNORE=ignore_index is not None,
                 WIDE=walk.wide, **_tile(logits),
