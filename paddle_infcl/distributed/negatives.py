@@ -171,14 +171,20 @@ def global_info_nce(
             for dim, part_weight in matryoshka.by_width(groups[0][0].left.shape[1])
         ]
         return sum(terms[1:], terms[0])
-    plan = _ring_plan(groups, layout, ranks, scale, weights, row_loss, **options)
+    plan = _ring_plan(groups, layout, ranks, scale, weights, row_loss, backend, memory_budget)
     return ring_loss(plan, scale)
 
 
 def _ring_plan(
-    groups, layout: Layout, ranks: Ranks, scale: Tensor, weights: float | Tensor, row_loss: RowLoss | None, *,
-    backend: str, memory_budget: int | None, **_,
-) -> RingPlan:  # fmt: skip
+    groups: Sequence[Sequence[Block]],
+    layout: Layout,
+    ranks: Ranks,
+    scale: Tensor,
+    weights: float | Tensor,
+    row_loss: RowLoss | None,
+    backend: str,
+    memory_budget: int | None,
+) -> RingPlan:
     first = groups[0][0].left
     dtype = accumulation_dtype(first.dtype)
     weights = weights.astype(dtype) if isinstance(weights, Tensor) else paddle.full([first.shape[0]], weights, dtype)
@@ -217,5 +223,5 @@ def global_counts(
     if choose_strategy(strategy, layout, ranks.rank) == "gather":
         groups = gathered_groups(groups, layout, ranks)
         return count_negatives(groups[0], memory_budget) if layout.rows[ranks.rank] else paddle.zeros([0])
-    plan = _ring_plan(groups, layout, ranks, paddle.ones([]), 1.0, None, backend="paddle", memory_budget=memory_budget)
+    plan = _ring_plan(groups, layout, ranks, paddle.ones([]), 1.0, None, "paddle", memory_budget)
     return ring_counts(plan)[0]

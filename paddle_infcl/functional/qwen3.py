@@ -24,16 +24,16 @@ def qwen3_groups(
     for k, documents in enumerate(batch.documents):
         owner = batch.owners[k]
         if k == 0:
-            # Positives are everybody's negatives: they belong to no row here.
+            # Positives are everybody's negatives: they belong to no row here. The rule stays where there are no others:
+            # a process without hard negatives lists the same blocks as one with them.
             owner = paddle.scatter(owner, batch.own, paddle.full_like(batch.own, -1))
-        only_positives = k == 0 and documents.shape[0] == batch.rows
         group.append(
             Block(
                 batch.queries,
                 documents,
                 own=batch.own if k == 0 else None,
-                owner=None if only_positives else owner,
-                owner_rule=None if only_positives else "only",
+                owner=owner,
+                owner_rule="only",
                 limit=limit,
                 **batch.ids(batch.query_ids, batch.document_ids[k]),
             )

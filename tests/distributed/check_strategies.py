@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from dataclasses import fields
+from functools import partial
 
 import numpy as np
 import paddle
@@ -18,6 +18,7 @@ from paddle_infcl.distributed.negatives import global_info_nce
 from paddle_infcl.distributed.ranks import Ranks
 from paddle_infcl.gradcache import window_step
 from paddle_infcl.losses import InfCLLoss
+from paddle_infcl.objectives import InfoNCEObjective, ObjectiveLoss, Qwen3Objective
 from tests.distributed.batches import OBJECTIVES, Part, parts, whole
 from tests.distributed.gloo_groups import separate_stores
 
@@ -59,9 +60,9 @@ def micro_batches(part: Part, count: int) -> list[dict]:
     return out
 
 
-def layer(name: str, option: dict, ids: bool, **where):
+def layer(make, ids: bool, **where):
     """A loss layer as a function of a part, vectors and what GradCache hands over."""
-    module = InfCLLoss(0.1, **option, **where)
+    module = make(**where)
 
     def loss(part, q, p, **targets):
         if not ids:
@@ -113,10 +114,13 @@ def compare(mine, want, tolerance: float, what: str) -> None:
             )
 
 
+# Name -> (makes the layer, whether it gets ids).
 LAYERS = {
-    "matryoshka": {"matryoshka_dims": [8, 3], "matryoshka_weights": [1.0, 0.5]},
-    "learnable": {"learnable_temperature": True},
-    "layer": {},
+    "matryoshka": (partial(InfCLLoss, 0.1, matryoshka_dims=[8, 3], matryoshka_weights=[1.0, 0.5]), False),
+    "learnable": (partial(InfCLLoss, 0.1, learnable_temperature=True), False),
+    "layer with ids": (partial(InfCLLoss, 0.1), True),
+    "debiased": (partial(ObjectiveLoss, InfoNCEObjective(), 0.5, tau_plus=0.05), False),
+    "qwen3": (partial(ObjectiveLoss, Qwen3Objective(), 0.1), True),
 }
 SHAPES = {
     "even": ([4, 4, 4, 4], [1, 1, 1, 1]),
@@ -165,7 +169,7 @@ def main(dp: int, sharding: int, mp: int) -> None:
         steps = [parts(rows, negatives, width=INPUTS, seed=seed, unit=False) for seed in range(STEPS)]
         alone = Ranks()
         if name in LAYERS:
-            loss, extra = layer(name, LAYERS[name], name == "layer", backend="paddle", ranks=alone)
+            loss, extra = layer(*LAYERS[name], backend="paddle", ranks=alone)
         else:
             loss, extra = blocks(name, alone, "gather", "paddle")
         # Averages are the same on all processes: one compares.
@@ -174,8 +178,7 @@ def main(dp: int, sharding: int, mp: int) -> None:
             if backend == "dense" and (accumulation == 1 or dp or world > 2 or shape == "even"):
                 continue  # what differs between backends does not depend on it
             if name in LAYERS:
-                where = {"backend": backend, "ranks": ranks, "strategy": strategy}
-                loss, extra = layer(name, LAYERS[name], name == "layer", **where)
+                loss, extra = layer(*LAYERS[name], backend=backend, ranks=ranks, strategy=strategy)
             else:
                 loss, extra = blocks(name, ranks, strategy, backend)
             mine = train([step[rank] for step in steps], loss, extra, average, accumulation)
@@ -225,5 +228,4 @@ def disagreement(ranks: Ranks) -> None:
 
 
 if __name__ == "__main__":
-    assert {f.name for f in fields(Part)} >= {"q", "p", "own"}
     main(*map(int, sys.argv[1:]))

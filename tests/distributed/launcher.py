@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -50,30 +51,35 @@ def launch(world: int, arguments: list[str], timeout: float = 240.0) -> list[str
         AssertionError: a process failed or none finished in time; shows the output of all.
     """
     ports = free_ports(world + 1 + 32)
+    # Into files: a process whose pipe is full waits for its reader, and the others for it.
+    files = [tempfile.TemporaryFile("w+", errors="replace") for _ in range(world)]
     processes = [
         subprocess.Popen(
             [sys.executable, *arguments],
             env=environment(rank, world, ports),
-            stdout=subprocess.PIPE,
+            stdout=files[rank],
             stderr=subprocess.STDOUT,
-            text=True,
             cwd=ROOT,
         )
         for rank in range(world)
     ]
     deadline = time.monotonic() + timeout
-    outputs: list[str] = []
+    notes = [""] * world
     try:
-        for process in processes:
+        for rank, process in enumerate(processes):
             try:
-                outputs.append(process.communicate(timeout=max(1.0, deadline - time.monotonic()))[0])
+                process.wait(timeout=max(1.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                process.kill()
-                outputs.append("TIMED OUT\n" + process.communicate()[0])
+                notes[rank] = "TIMED OUT\n"
     finally:
         for process in processes:
             process.kill()
             process.wait()
+    outputs = []
+    for note, file in zip(notes, files, strict=True):
+        file.seek(0)
+        outputs.append(note + file.read())
+        file.close()
     codes = [process.returncode for process in processes]
     shown = "\n".join(f"--- rank {rank}\n{text[-4000:]}" for rank, text in enumerate(outputs))
     assert codes == [0] * world, f"exit codes {codes}\n{shown}"
