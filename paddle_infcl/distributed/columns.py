@@ -14,7 +14,7 @@ import paddle
 from paddle import Tensor
 
 from paddle_infcl.distributed.gather import gather_constants
-from paddle_infcl.distributed.ranks import Ranks
+from paddle_infcl.distributed.ranks import Ranks, explained
 from paddle_infcl.functional.blocks import Block
 
 # Fixed, so that processes that disagree about their blocks still exchange messages of one length.
@@ -146,9 +146,12 @@ def meet(groups: Sequence[Sequence[Block]], ranks: Ranks, scale: Tensor) -> Layo
 
     Raises:
         ValueError: see `layout_from`.
+        RuntimeError: a process is missing.
     """
     header = paddle.to_tensor([header_of(groups, scale)], dtype="int64")
-    return layout_from(groups, gather_constants(header, ranks, [1] * ranks.world).numpy().tolist())
+    with explained("comparing the sizes of the processes' shares"):
+        table = gather_constants(header, ranks, [1] * ranks.world).numpy().tolist()
+    return layout_from(groups, table)
 
 
 def numbered_owners(groups: Sequence[Sequence[Block]], layout: Layout, rank: int) -> list[list[Block]]:

@@ -21,7 +21,7 @@ import paddle
 import paddle.distributed as dist
 from paddle import Tensor
 
-from paddle_infcl.distributed.ranks import Ranks, backend_of
+from paddle_infcl.distributed.ranks import Ranks, backend_of, explained
 
 Wait = Callable[[], None]
 
@@ -115,9 +115,7 @@ def _in_background(job: Callable[[], None]) -> Wait:
     def wait() -> None:
         done.wait()
         if failure:
-            raise RuntimeError(
-                f"passing tensors to the next process failed: {failure[0]}. Most often another process has ended, or "
-                "waited for this one for too long: look for the first error among their logs"
-            ) from failure[0]
+            with explained("passing tensors to the next process"):
+                raise failure[0]
 
     return wait

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -70,6 +71,22 @@ class Ranks:
 def backend_of(group) -> str:
     """Name of the transport of a group, in capitals: "GLOO", "NCCL", ..."""
     return group.process_group.name().upper()
+
+
+@contextlib.contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Says what a failing message between processes most often means.
+
+    Args:
+        what: what is being done, "passing columns on".
+    """
+    try:
+        yield
+    except (RuntimeError, OSError) as error:
+        raise RuntimeError(
+            f"{what} failed: {error}. Most often another process has ended, or waited longer for this one than its "
+            "transport allows (gloo: 30 s): look for the first error among the logs of all processes"
+        ) from error
 
 
 def padded(rows: Tensor, length: int) -> Tensor:

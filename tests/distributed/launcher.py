@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -41,46 +40,56 @@ def environment(rank: int, world: int, ports: list[int]) -> dict[str, str]:
     }
 
 
-def launch(world: int, arguments: list[str], timeout: float = 240.0) -> list[str]:
-    """Runs `python arguments...` in `world` processes that find each other.
+def run(world: int, arguments: list[str], timeout: float = 240.0) -> tuple[list[int], list[str]]:
+    """Runs `python arguments...` in `world` processes that find each other, and ends them whatever happens.
 
     Returns:
-        What each printed, stdout and stderr together.
-
-    Raises:
-        AssertionError: a process failed or none finished in time; shows the output of all.
+        Exit codes, and what each printed, stdout and stderr together. A process that did not finish in time was
+        killed, and its output begins with TIMED OUT.
     """
     ports = free_ports(world + 1 + 32)
-    # Into files: a process whose pipe is full waits for its reader, and the others for it.
-    files = [tempfile.TemporaryFile("w+", errors="replace") for _ in range(world)]
     processes = [
         subprocess.Popen(
             [sys.executable, *arguments],
             env=environment(rank, world, ports),
-            stdout=files[rank],
+            stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
+            text=True,
             cwd=ROOT,
         )
         for rank in range(world)
     ]
+    return collect(processes, timeout)
+
+
+def collect(processes: list[subprocess.Popen], timeout: float) -> tuple[list[int], list[str]]:
+    """Waits for processes, and ends them whatever happens; see `run`."""
     deadline = time.monotonic() + timeout
-    notes = [""] * world
+    outputs: list[str] = []
     try:
-        for rank, process in enumerate(processes):
+        for process in processes:
             try:
-                process.wait(timeout=max(1.0, deadline - time.monotonic()))
+                outputs.append(process.communicate(timeout=max(1.0, deadline - time.monotonic()))[0])
             except subprocess.TimeoutExpired:
-                notes[rank] = "TIMED OUT\n"
+                process.kill()
+                outputs.append("TIMED OUT\n" + process.communicate()[0])
     finally:
         for process in processes:
             process.kill()
             process.wait()
-    outputs = []
-    for note, file in zip(notes, files, strict=True):
-        file.seek(0)
-        outputs.append(note + file.read())
-        file.close()
-    codes = [process.returncode for process in processes]
+    return [process.returncode for process in processes], outputs
+
+
+def launch(world: int, arguments: list[str], timeout: float = 240.0) -> list[str]:
+    """`run` for processes that must succeed.
+
+    Returns:
+        What each printed.
+
+    Raises:
+        AssertionError: a process failed or none finished in time; shows the output of all.
+    """
+    codes, outputs = run(world, arguments, timeout)
     shown = "\n".join(f"--- rank {rank}\n{text[-4000:]}" for rank, text in enumerate(outputs))
     assert codes == [0] * world, f"exit codes {codes}\n{shown}"
     return outputs

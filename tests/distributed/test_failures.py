@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process that dies ends the others, with a message; the messages of the exchange."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import paddle
+import pytest
+
+from paddle_infcl.distributed import exchange
+from paddle_infcl.distributed.exchange import Exchange
+from tests.distributed.launcher import run
+
+# From the death to the end of the last process. Gloo notices at once; the rest is the interpreter's end.
+LIMIT = 30
+
+
+@pytest.mark.parametrize(
+    "world, strategy, where", [(2, "gather", "backward"), (3, "ring", "forward"), (2, "ring", "backward")]
+)
+def test_a_dead_process_ends_the_others(world, strategy, where):
+    begin = time.monotonic()
+    codes, outputs = run(world, ["tests/distributed/check_failures.py", strategy, where], timeout=90)
+    assert time.monotonic() - begin < 60 + LIMIT
+    assert codes[1] == 3
+    for rank in set(range(world)) - {1}:
+        assert codes[rank] not in (0, None), outputs[rank]
+        assert float(re.search(r"noticed after ([\d.]+) s", outputs[rank])[1]) < LIMIT
+        assert re.search(r"Connection reset|Connection closed|TIMEOUT|Broken pipe", outputs[rank])
+    if where == "forward":
+        others = [text for rank, text in enumerate(outputs) if rank != 1]
+        assert all("Most often another process has ended" in text for text in others)
+
+
+class FakeRanks:
+    """A ring of `world` places whose groups speak another transport than gloo."""
+
+    groups = (object(),)
+
+    def __init__(self, rank, world):
+        self.rank, self.world, self.peers = rank, world, tuple(range(10, 10 + world))
+
+
+class Task:
+    def __init__(self, log, name):
+        self.log, self.name = log, name
+
+    def wait(self):
+        self.log.append(f"wait {self.name}")
+
+
+@pytest.mark.parametrize("rank, order", [(0, "send recv"), (1, "recv send"), (2, "send recv")])
+def test_ordered_pairs_on_device_transports(monkeypatch, rank, order):
+    """Even places send first, odd ones receive first; waiting is left to the end."""
+    log = []
+
+    def task(kind):
+        def start(tensor, peer):
+            log.append(f"{kind} {peer} {list(tensor.shape)}")
+            return Task(log, kind)
+
+        return start
+
+    monkeypatch.setattr(exchange, "backend_of", lambda group: "NCCL")
+    monkeypatch.setattr(exchange.dist, "isend", task("send"))
+    monkeypatch.setattr(exchange.dist, "irecv", task("recv"))
+    ring = Exchange(FakeRanks(rank, 3))
+    wait = ring.start([paddle.ones([2, 3])], [paddle.ones([0, 3])])
+    following, before = 10 + (rank + 1) % 3, 10 + (rank - 1) % 3
+    messages = {"send": f"send {following} [2, 3]", "recv": f"recv {before} [1, 3]"}
+    assert log == [messages[kind] for kind in order.split()]
+    wait()
+    assert log[2:] == [f"wait {kind}" for kind in order.split()]
+
+
+def test_errors_in_the_background_arrive_at_the_wait(monkeypatch):
+    def fail(tensor, peer):
+        raise RuntimeError("gone")
+
+    monkeypatch.setattr(exchange, "backend_of", lambda group: "GLOO")
+    monkeypatch.setattr(exchange.dist, "send", fail)
+    wait = Exchange(FakeRanks(0, 2)).start([paddle.ones([1])], [paddle.ones([1])])
+    with pytest.raises(RuntimeError, match=r"passing tensors to the next process failed: gone.*first error") as caught:
+        wait()
+    assert str(caught.value.__cause__) == "gone"
