@@ -31,7 +31,8 @@ def report(what: str, errors: dict, bound: float) -> None:
     good = worst <= bound
     if not good:
         failed.append(what)
-    print(f"{'ok  ' if good else 'FAIL'} {what:58s} " + "  ".join(f"{k} {v:.1e}" for k, v in errors.items()), flush=True)
+    numbers = "  ".join(f"{k} {v:.1e}" for k, v in errors.items())
+    print(f"{'ok  ' if good else 'FAIL'} {what:58s} {numbers}", flush=True)
 
 
 def on_device(x: np.ndarray, dtype: str) -> paddle.Tensor:
@@ -108,7 +109,8 @@ def accuracy_table() -> None:
     for cosine in (0.12, 0.5, 0.9):
         for temperature in (0.02, 0.05):
             q, p, own = pairs(2048, 2048, 512, cosine)
-            check(f"bf16 own cosine {cosine} T {temperature}", q, p, own, dtype="bfloat16", temperature=temperature, bound=2.5e-3)
+            what = f"bf16 own cosine {cosine} T {temperature}"
+            check(what, q, p, own, dtype="bfloat16", temperature=temperature, bound=2.5e-3)
     q, p, own = pairs(2048, 2048, 512, 0.12)
     for temperature in (0.005, 0.01):
         check(f"bf16 T {temperature}", q, p, own, dtype="bfloat16", temperature=temperature, bound=2.5e-3)
@@ -117,7 +119,8 @@ def accuracy_table() -> None:
     long = p.copy()
     long[77] *= 10
     for temperature in (0.02, 0.05):
-        check(f"bf16 one passage 10 x longer T {temperature}", q, long, own, dtype="bfloat16", temperature=temperature, bound=2.5e-3)
+        what = f"bf16 one passage 10 x longer T {temperature}"
+        check(what, q, long, own, dtype="bfloat16", temperature=temperature, bound=2.5e-3)
 
 
 def dtypes_and_sizes() -> None:
@@ -160,8 +163,10 @@ def masks() -> None:
         gq, gp = on_device(unit(g.standard_normal((B, 64))), dtype), on_device(unit(g.standard_normal((N, 64))), dtype)
         seen = host(gq) @ host(gp).T
         threshold = gaps(seen)
-        guide = SimpleNamespace(left=gq, right=gp, threshold=paddle.to_tensor(threshold.astype("float32")), keep_own=False)
-        check(f"{dtype} guide", q, p, own, dtype=dtype, bound=bound, dropped=seen > threshold[:, None], fields={"guide": guide})
+        theta = paddle.to_tensor(threshold.astype("float32"))
+        guide = SimpleNamespace(left=gq, right=gp, threshold=theta, keep_own=False)
+        check(f"{dtype} guide", q, p, own, dtype=dtype, bound=bound, dropped=seen > threshold[:, None],
+              fields={"guide": guide})  # fmt: skip
 
 
 def gaps(s: np.ndarray) -> np.ndarray:

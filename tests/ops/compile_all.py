@@ -78,7 +78,8 @@ def compile_launch(kernel, grid, *args, **meta):
     shared = result.metadata.shared
     registers, stack = resources(result.asm["cubin"])
     mode = {k: v for k, v in meta.items() if k in ("MODE", "TRANS_A", "TMA", "ACCUMULATE", "BM", "BN", "IDS")}
-    print(f"{kernel.__name__:18s} registers {registers:3d} stack {stack:5d} shared {shared:6d} {options} {mode}", flush=True)
+    used = f"registers {registers:3d} stack {stack:5d} shared {shared:6d}"
+    print(f"{kernel.__name__:18s} {used} {options} {mode}", flush=True)
     assert shared <= SHARED[ARCH], f"{kernel.__name__} needs {shared} bytes of shared memory"
 
 
@@ -113,7 +114,8 @@ def losses(dtype: str, width: int):
         return
     yield [[block(q, p, index, self_column=index, row_ids=ids, column_ids=ids)]]
     yield [[block(q, p, index), block(q, q, self_column=index)]]
-    yield [[block(q, p, index, owner=index, owner_rule="only", limit=paddle.zeros([rows]), guide=guide, hardness=hard)]]
+    limit = paddle.zeros([rows])
+    yield [[block(q, p, index, owner=index, owner_rule="only", limit=limit, guide=guide, hardness=hard)]]
 
 
 def main() -> None:
@@ -130,8 +132,9 @@ def main() -> None:
                 scale.stop_gradient = False
                 contrastive.info_nce(groups, scale=scale, row_weights=1.0, memory_budget=small).backward()
     with paddle.no_grad():
-        contrastive.info_nce([[block(q := paddle.zeros([256, 768]).astype("bfloat16"), q, paddle.zeros([256], dtype="int64"))]],
-                             scale=50.0, row_weights=paddle.ones([256]))  # fmt: skip
+        q = paddle.zeros([256, 768]).astype("bfloat16")
+        plain = block(q, q, paddle.zeros([256], dtype="int64"))
+        contrastive.info_nce([[plain]], scale=50.0, row_weights=paddle.ones([256]))
     print(f"{len(compiled)} launches compile for sm_{ARCH}")
 
 

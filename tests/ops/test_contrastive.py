@@ -8,9 +8,9 @@ import paddle
 import pytest
 
 pytest.importorskip("triton")
-import paddle_infcl_ops as ops  # noqa: E402
+import paddle_infcl_ops as ops
 
-from tests.ops.blocks import compare, rng, vectors  # noqa: E402
+from tests.ops.blocks import close, compare, prepare, rng, vectors
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -178,7 +178,7 @@ def test_ranges(kind, temperature, dtype):
 
 def test_every_candidate_masked():
     """Nothing to compete against: loss 0, gradients 0."""
-    arrays, own = pair(8, 8)
+    arrays, _ = pair(8, 8)
     fields = {"row_ids": np.ones(8), "column_ids": np.ones(8)}
     loss = compare(ops, arrays, [[q_to_p(np.arange(8), **fields)]], "float32")
     assert float(loss) == 0.0
@@ -190,8 +190,6 @@ def test_every_candidate_masked():
 def test_bad_numbers_reach_the_loss(bad, dtype):
     arrays, own = pair(33, 40)
     arrays["p"][5, 2] = bad
-    from tests.ops.blocks import prepare
-
     _, blocks, _, _ = prepare(arrays, [[q_to_p(own)]], dtype)
     loss = ops.info_nce(blocks, scale=50.0, row_weights=1 / 33)
     assert not np.isfinite(float(loss))
@@ -206,8 +204,6 @@ def test_zero_vectors():
 
 def test_value_without_gradients():
     """Under no_grad only the log-sum-exp is computed; the value is that of training."""
-    from tests.ops.blocks import prepare
-
     arrays, own = pair()
     for dtype in DTYPES:
         _, blocks, _, _ = prepare(arrays, [[q_to_p(own)]], dtype)
@@ -220,8 +216,6 @@ def test_value_without_gradients():
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_gradients_that_nobody_wants(dtype):
-    from tests.ops.blocks import prepare
-
     arrays, own = pair()
     whole, blocks, _, _ = prepare(arrays, [[q_to_p(own)]], dtype)
     ops.info_nce(blocks, scale=20.0, row_weights=1 / 37).backward()
@@ -242,8 +236,6 @@ def test_gradients_that_nobody_wants(dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_incoming_gradient_and_two_backwards(dtype):
-    from tests.ops.blocks import close, prepare
-
     arrays, own = pair()
     tensors, blocks, _, _ = prepare(arrays, [[q_to_p(own)]], dtype)
     scale = paddle.to_tensor([20.0])
@@ -260,8 +252,6 @@ def test_incoming_gradient_and_two_backwards(dtype):
 
 def test_refusals():
     arrays, own = pair(8, 8)
-    from tests.ops.blocks import prepare
-
     _, blocks, _, _ = prepare(arrays, [[q_to_p(own)]], "float32")
     with pytest.raises(ValueError, match="memory_budget"):
         ops.info_nce(blocks, scale=20.0, row_weights=1.0, memory_budget=0)

@@ -8,9 +8,9 @@ import paddle
 import pytest
 
 pytest.importorskip("triton")
-import paddle_infcl_ops as ops  # noqa: E402
+import paddle_infcl_ops as ops
 
-from tests.ops.blocks import TOLERANCE, block, close, guarded, rng, rounded, vectors  # noqa: E402
+from tests.ops.blocks import TOLERANCE, block, close, guarded, rng, rounded, vectors
 
 
 def shards(dtype, N=70, cut=41):

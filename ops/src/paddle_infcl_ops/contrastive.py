@@ -13,7 +13,8 @@ import paddle
 from paddle.autograd import PyLayer
 
 from . import one_pass, two_pass
-from .driver import empty, is_interpreting, launch
+from .dispatch import launch
+from .driver import empty, is_interpreting
 from .gradients import Gradient, scaled
 from .launch import Similarity
 from .rows import loss_kernel, sum_kernel
@@ -101,7 +102,7 @@ class _Job:
         else:
             self._log_sum_exps(losses)
         loss = empty([], paddle.float32, first)
-        launch(sum_kernel, (1,), losses, loss, losses.size, 1.0, LARGEST=False, BLOCK=4096, num_warps=8)
+        launch(sum_kernel, (1,), losses, loss, int(losses.size), 1.0, LARGEST=False, BLOCK=4096, num_warps=8)
         return loss
 
     def backward(self, incoming):
@@ -115,7 +116,7 @@ class _Job:
         scale_gradient = None
         if terms is not None:
             total = empty(self.scale.shape, paddle.float32, terms)
-            launch(sum_kernel, (1,), terms, total, terms.size, 1.0, LARGEST=False, BLOCK=4096, num_warps=8)
+            launch(sum_kernel, (1,), terms, total, int(terms.size), 1.0, LARGEST=False, BLOCK=4096, num_warps=8)
             scale_gradient = scaled(total, 1.0 if incoming is None else incoming, self.scale.dtype)
         return (scale_gradient, *gradients) if self.scale_is_tensor else tuple(gradients)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import paddle
 
-from .driver import empty, launch
+from .dispatch import launch
+from .driver import empty
 from .rows import scale_kernel
 from .views import number
 
@@ -25,7 +26,7 @@ def scaled(x, factor, dtype):
 
 
 def _scale(x, out, factor) -> None:
-    n = out.size
+    n = int(out.size)
     if n:
         launch(scale_kernel, (-(-n // _BLOCK),), x, out, number(factor), n, BLOCK=_BLOCK, num_warps=8)
 

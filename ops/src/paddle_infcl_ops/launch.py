@@ -6,7 +6,8 @@ from __future__ import annotations
 import paddle
 
 from . import tuning
-from .driver import empty, is_interpreting, launch
+from .dispatch import launch
+from .driver import empty, is_interpreting
 from .products import product_kernel
 from .tiles import (
     EXP,
@@ -26,7 +27,7 @@ from .views import can_describe, contiguous_rows, dense, describe, number, row_s
 _OWNER_RULES = {None: OWNER_NONE, "only": OWNER_ONLY, "exclude": OWNER_EXCLUDE}
 _HARDNESS = {"own": HARDNESS_OWN, "others": HARDNESS_OTHERS, "all": HARDNESS_ALL}
 #: Rows that share one flag of the repair.
-FLAG_ROWS = 32
+FLAG_ROWS = 16
 
 
 def cdiv(a: int, b: int) -> int:
@@ -131,7 +132,10 @@ class Similarity:
         row_ids, column_ids = rows_from(self.row_ids, r0), rows_from(self.column_ids, c0)
         if self.ids and flags is None:  # the repair runs over the same tiles again
             self.hits = empty([tiles], "int32", self.left)
-            launch(match_kernel, (tiles,), row_ids, column_ids, self.hits, count, N, IDS=self.ids, BM=tile.BM, BN=tile.BN)
+            launch(
+                match_kernel, (tiles,), row_ids, column_ids, self.hits, count, N, IDS=self.ids, BM=tile.BM,
+                BN=tile.BN,
+            )  # fmt: skip
         launch(
             similarity_kernel, _grid(tiles, tile, self.sms) if flags is None else (min(tiles, 2 * self.sms),),
             left, right, out, scale, rows_from(reference, r0), rows_from(factor, r0),

@@ -17,12 +17,14 @@ Saved for the backward: the gradients, which it multiplies with the incoming one
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import paddle
 
 from . import tuning
-from .driver import empty, launch
+from .dispatch import launch
+from .driver import empty
 from .gradients import Gradient
 from .launch import EXP, FLAG_ROWS, Similarity, cdiv, precision, product, row_block, upcast
 from .rows import check_kernel, finish_kernel, own_kernel, reference_kernel, state_kernel
@@ -48,34 +50,40 @@ class Plan:
 
 def plan(s: Similarity, budget: int) -> Plan | None:
     """The fastest cut whose scratch stays within `budget` bytes; None when chunks would be too short."""
-    exp, left = s.tile("exp"), tuning.choose("left", s.arch, s.D, s.fp32, s.described)
-    slots = s.sms * max(1, left.per_sm)
-    parts = cdiv(s.N, exp.BN) * 8
+    left = tuning.choose("left", s.arch, s.D, s.fp32, s.described)
+    return _plan(s.B, s.N, s.D, s.itemsize, s.sms * max(1, left.per_sm), s.tile("exp"), left, budget, FEWEST_ROWS)
+
+
+@functools.lru_cache(maxsize=256)
+def _plan(
+    B: int, N: int, D: int, itemsize: int, slots: int, exp: tuning.Tile, left: tuning.Tile, budget: int, fewest: int
+) -> Plan | None:
+    parts = cdiv(N, exp.BN) * 8
 
     def scratch(rows, splits):
-        return rows * (s.N * s.itemsize + parts + s.D * s.itemsize + splits * s.D * 4)
+        return rows * (N * itemsize + parts + D * itemsize + splits * D * 4)
 
     largest = budget // scratch(1, 1)
-    if largest < min(s.B, FEWEST_ROWS):
+    if largest < min(B, fewest):
         return None
     step = exp.BM
-    sizes = {s.B} if largest >= s.B else set(range(largest // step * step, max(largest * 5 // 8, 1), -step))
+    sizes = {B} if largest >= B else set(range(largest // step * step, max(largest * 5 // 8, 1), -step))
     best = None
     for rows in sizes or {largest}:
         for splits in (1, 2, 3, 4, 6, 8):
-            if splits > 1 and (scratch(rows, splits) > budget or s.N // splits < 8 * left.BK):
+            if splits > 1 and (scratch(rows, splits) > budget or N // splits < 8 * left.BK):
                 continue
-            full, rest = divmod(s.B, rows)
-            cost = full * _cost(s, left, slots, rows, splits) + (_cost(s, left, slots, rest, splits) if rest else 0)
+            full, rest = divmod(B, rows)
+            cost = full * _cost(D, left, slots, rows, splits) + (_cost(D, left, slots, rest, splits) if rest else 0)
             if best is None or cost < best[0]:
                 best = (cost, Plan(rows, splits))
     return best[1]
 
 
-def _cost(s: Similarity, left: tuning.Tile, slots: int, rows: int, splits: int) -> float:
+def _cost(D: int, left: tuning.Tile, slots: int, rows: int, splits: int) -> float:
     """Time of a chunk, in units of multiplying one more row once: the second product runs in waves of tiles."""
-    tiles = cdiv(rows, left.BM) * cdiv(s.D, left.BN) * splits
-    second = cdiv(tiles, slots) * slots / splits * left.BM * left.BN / s.D
+    tiles = cdiv(rows, left.BM) * cdiv(D, left.BN) * splits
+    second = cdiv(tiles, slots) * slots / splits * left.BM * left.BN / D
     # Adding up dright and the small kernels cost as much as multiplying 500 rows more; splits cost their sums.
     return 2 * rows + second + 500 + 16 * splits
 
@@ -123,7 +131,7 @@ def loss_and_gradients(
         s.launch(EXP, scale, (r0, r1), (0, N), kind="exp", **ends)
         launch(
             check_kernel, (cdiv(count, flag_rows),), part_sum, part_max, total, rows_from(reference, r0), flags,
-            count, tiles, rows, ROWS=flag_rows, BT=64, num_warps=4,
+            count, tiles, rows, ROWS=flag_rows, BT=256 if s.arch else 8, num_warps=8,
         )  # fmt: skip
         s.launch(EXP, scale, (r0, r1), (0, N), kind="exp", flags=flags, **ends)
         launch(
@@ -131,7 +139,7 @@ def loss_and_gradients(
             rows_from(own_similarity, r0), scale, rows_from(weight, r0) if not isinstance(weight, float) else weight,
             weight_factor, rows_from(loss, r0), coefficient, own_coefficient, rows_from(s.left, r0), scaled,
             count, tiles, D, rows, row_stride(s.left), 0 if scaled is None else row_stride(scaled),
-            FLAG_ROWS=flag_rows, ROWS=8, BT=64, BD=min(512, row_block(D)), num_warps=4,
+            FLAG_ROWS=flag_rows, ROWS=8, BT=64 if s.arch else 8, BD=min(512, row_block(D)), num_warps=4,
         )  # fmt: skip
         used = split_rows = 0
         if wants_left:

@@ -15,10 +15,22 @@ Nothing is divided by exp(own_i - c_i) or taken from 1, so any range of logits w
 `reference`, part maxima and everything called `...2` are in units of log 2.
 """
 
+import inspect
+
 import triton
 import triton.language as tl
 
 from .tiles import LN2, LOG2E, scalar
+
+# Counts of rows and tiles change from chunk to chunk, and with an uneven last batch; they must not compile anew.
+_COUNTS = {"rows", "tiles", "part_stride", "splits", "split_rows"}
+
+
+def changing(function):
+    """`triton.jit` that doesn't look at the values of counts."""
+    names = inspect.signature(function).parameters
+    return triton.jit(do_not_specialize=[name for name in names if name in _COUNTS])(function)
+
 
 # A row whose sum lies outside is computed again with its true largest logit as the reference. Inside, sums and
 # inverses stay far from the ends of fp32 and bf16.
@@ -56,7 +68,7 @@ def logaddexp_(a, b):
     return tl.where(top == float("-inf"), top, top + log1p_(tl.exp(-gap)))
 
 
-@triton.jit
+@changing
 def own_kernel(
     left, right, own, out, rows, D, left_stride, right_stride, KEEP: tl.constexpr, ROWS: tl.constexpr,
     BD: tl.constexpr,
@@ -67,8 +79,12 @@ def own_kernel(
     acc = tl.zeros((ROWS, BD), dtype=tl.float32)
     for d in range(0, D, BD):
         c = d + tl.arange(0, BD)
-        x = tl.load(left + i.to(tl.int64)[:, None] * left_stride + c[None, :], (i < rows)[:, None] & (c < D)[None, :], 0.0)
-        y = tl.load(right + o[:, None] * right_stride + c[None, :], mask=(o >= 0)[:, None] & (c < D)[None, :], other=0.0)
+        x = tl.load(
+            left + i.to(tl.int64)[:, None] * left_stride + c[None, :], (i < rows)[:, None] & (c < D)[None, :], 0.0
+        )
+        y = tl.load(
+            right + o[:, None] * right_stride + c[None, :], mask=(o >= 0)[:, None] & (c < D)[None, :], other=0.0
+        )
         acc += x.to(tl.float32) * y.to(tl.float32)
     wanted = i < rows
     if KEEP:
@@ -76,7 +92,7 @@ def own_kernel(
     tl.store(out + i, tl.where(o >= 0, tl.sum(acc, axis=1), float("-inf")), mask=wanted)
 
 
-@triton.jit
+@changing
 def reference_kernel(
     left, right, own_similarity, own, self_column, scale, reference, rows, N, D, left_stride, right_stride,
     BM: tl.constexpr, SAMPLES: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
@@ -87,7 +103,9 @@ def reference_kernel(
     acc = tl.zeros((BM, SAMPLES), dtype=tl.float32)
     for k in range(0, D, BK):
         c = k + tl.arange(0, BK)
-        a = tl.load(left + i.to(tl.int64)[:, None] * left_stride + c[None, :], (i < rows)[:, None] & (c < D)[None, :], 0.0)
+        a = tl.load(
+            left + i.to(tl.int64)[:, None] * left_stride + c[None, :], (i < rows)[:, None] & (c < D)[None, :], 0.0
+        )
         b = tl.load(right + j[:, None] * right_stride + c[None, :], mask=(c < D)[None, :], other=0.0)
         if UPCAST:
             a = a.to(tl.float32)
@@ -105,7 +123,7 @@ def reference_kernel(
     tl.store(reference + i, tl.where(ref == float("-inf"), 0.0, ref), mask=i < rows)
 
 
-@triton.jit
+@changing
 def check_kernel(
     part_sum, part_max, total, reference, flags, rows, tiles, part_stride, ROWS: tl.constexpr, BT: tl.constexpr
 ):  # fmt: skip
@@ -128,10 +146,10 @@ def check_kernel(
     tl.store(flags + tl.program_id(0), tl.max(again.to(tl.int32), axis=0))
 
 
-@triton.jit
+@changing
 def state_kernel(
-    part_sum, total, reference, flags, own_similarity, scale, weight, weight_factor, loss, coefficient, own_coefficient,
-    left, scaled, rows, tiles, D, part_stride, left_stride, scaled_stride,
+    part_sum, total, reference, flags, own_similarity, scale, weight, weight_factor, loss, coefficient,
+    own_coefficient, left, scaled, rows, tiles, D, part_stride, left_stride, scaled_stride,
     FLAG_ROWS: tl.constexpr, ROWS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """From sums to losses and coefficients; scaled_i = left_i * coefficient_i, what the third product needs.
@@ -174,7 +192,7 @@ def state_kernel(
             tl.store(scaled + i.to(tl.int64)[:, None] * scaled_stride + c[None, :], y, mask=both)
 
 
-@triton.jit
+@changing
 def finish_kernel(
     parts, splits, split_rows, parts_stride, coefficient, own_coefficient, own, right, right_stride, left, left_stride,
     out, out_stride, right_out, terms, scale, rows, D,
@@ -228,7 +246,7 @@ def finish_kernel(
         tl.store(terms + i, value, mask=inside)
 
 
-@triton.jit
+@changing
 def merge_kernel(
     part_sum, part_max, out, rows, tiles, part_stride, MERGE: tl.constexpr, ROWS: tl.constexpr, BT: tl.constexpr
 ):  # fmt: skip
@@ -255,7 +273,7 @@ def merge_kernel(
     tl.store(out + i, lse, mask=i < rows)
 
 
-@triton.jit
+@changing
 def loss_kernel(lse, own_similarity, scale, weight, weight_factor, loss, rows, ROWS: tl.constexpr):
     """loss_i = w_i * softplus(lse_i - own_i)."""
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -268,18 +286,18 @@ def loss_kernel(lse, own_similarity, scale, weight, weight_factor, loss, rows, R
     tl.store(loss + i, w * softplus_(tl.load(lse + i, mask=inside, other=0.0) - own), mask=inside)
 
 
-@triton.jit
+@changing
 def factor_kernel(
-    lse, own_similarity, scale, weight, weight_factor, incoming, largest, reference, factor, own_coefficient, gain, rows,
-    ROWS: tl.constexpr,
+    lse, own_similarity, scale, weight, weight_factor, incoming, largest, reference, factor, own_coefficient, gain,
+    rows,    ROWS: tl.constexpr,
 ):  # fmt: skip
     """What is needed to recompute P: its reference, the factor of every row, the coefficient of the own entry.
 
     Args:
         lse: [rows] natural; with own_similarity the one over the others, without it the whole row's.
         incoming: pointer to dL/dloss, or None.
-        largest: the largest |weight|, number or pointer, or None. With it (fp16) factors are scaled to 2^15 and `gain` is
-            what was taken out.
+        largest: the largest |weight|, number or pointer, or None. With it (fp16) factors are scaled to 2^15 and
+            `gain` is what was taken out.
     """
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = i < rows

@@ -200,15 +200,17 @@ def match_kernel(
 
 # Numbers and pointers that change from chunk to chunk, or with an uneven last batch, must not compile anew.
 _CHANGING = ["rows", "row_offset", "column_offset", "part_stride", "strength"]
-_VECTORS = ["reference", "factor", "own", "self_column", "row_ids", "column_ids", "owner", "limit", "threshold", "flags"]
+_VECTORS = [
+    "reference", "factor", "own", "self_column", "row_ids", "column_ids", "owner", "limit", "threshold", "flags",
+]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_CHANGING, do_not_specialize_on_alignment=_VECTORS)
 def similarity_kernel(
     left, right, out, scale, reference, factor, own, self_column, row_ids, column_ids, hits, owner, limit,
     guide_left, guide_right, threshold, strength, flags, part_sum, part_max,
-    rows, N, column_offset, D, DG, row_offset, left_stride, right_stride, out_stride, guide_left_stride, guide_right_stride,
-    part_stride,
+    rows, N, column_offset, D, DG, row_offset, left_stride, right_stride, out_stride, guide_left_stride,
+    guide_right_stride, part_stride,
     MODE: tl.constexpr, TMA: tl.constexpr, OUT_TMA: tl.constexpr, GUIDE_TMA: tl.constexpr,
     IDS: tl.constexpr, OWNER_RULE: tl.constexpr, KEEP_OWN: tl.constexpr, HARDNESS: tl.constexpr,
     EVEN_N: tl.constexpr, FLAG_ROWS: tl.constexpr, FLAG_BLOCK: tl.constexpr, PARTS: tl.constexpr,

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import paddle
 
-from .driver import empty, launch
+from .dispatch import launch
+from .driver import empty
 from .gradients import Gradient
 from .launch import LSE, Similarity, cdiv, product
 from .one_pass import finish
@@ -67,8 +68,11 @@ def row_factors(s: Similarity, lse, own_similarity, scale, weight, weight_factor
         own_coefficient = None
     largest = gain = None
     if s.dtype == paddle.float16:
-        gain, largest = empty([1], fp32, lse), number(abs(weight)) if isinstance(weight, float) else empty([1], fp32, lse)
-        if not isinstance(weight, float):
+        gain = empty([1], fp32, lse)
+        if isinstance(weight, float):
+            largest = number(abs(weight))
+        else:
+            largest = empty([1], fp32, lse)
             launch(sum_kernel, (1,), weight, largest, s.B, 1.0, LARGEST=True, BLOCK=1024)
     launch(
         factor_kernel, (cdiv(s.B, 256),), lse, own_similarity, scale, weight, weight_factor, incoming, largest,
