@@ -65,8 +65,13 @@ class EmbeddingArgument(ObjectiveArgument):
     )
     negatives_strategy: str = _option(
         "auto",
-        "How negatives travel between processes: gather, ring, or local (only the own process's).",
+        "How negatives travel between processes: gather, ring, or local (only the own process's); auto takes gather "
+        "up to a size, see docs/distributed.md.",
         choices=checks.STRATEGIES,
+    )
+    offload_features: bool = _option(
+        False,
+        "Keep the representations of a batch in host memory while the encoder runs, for batches beyond GPU memory.",
     )
     learnable_temperature: bool = _option(False, "Train T, starting at embedding_temperature.")
     embedding_matryoshka_weights: Optional[List[float]] = _option(

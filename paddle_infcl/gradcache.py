@@ -131,12 +131,23 @@ def _int64(values) -> paddle.Tensor:
     return values.astype("int64") if isinstance(values, paddle.Tensor) else paddle.to_tensor(values, dtype="int64")
 
 
-def _check_finite(q_reps: Sequence[paddle.Tensor], p_reps: Sequence[paddle.Tensor]) -> None:
-    """Raises for the first micro-batch with a NaN or inf: one reduction each, one wait for the device in all."""
-    reps = [r for pair in zip(q_reps, p_reps, strict=True) for r in pair]
-    # x * 0 is 0 for a finite x and NaN for the others, whatever the sum of the values would be.
-    if bool(paddle.isfinite(paddle.stack([(r.detach() * 0).sum().astype("float32") for r in reps])).all()):
+def _finite_mark(reps: paddle.Tensor) -> paddle.Tensor:
+    """0 if all values are finite, NaN if not, whatever their sum would be."""
+    return (reps.detach() * 0).sum().astype("float32")
+
+
+def _check_finite(
+    q_reps: Sequence[paddle.Tensor], p_reps: Sequence[paddle.Tensor], marks: Sequence[paddle.Tensor]
+) -> None:
+    """Raises for the first micro-batch with a NaN or inf: one reduction each, one wait for the device in all.
+
+    Args:
+        q_reps, p_reps: of all micro-batches.
+        marks: `_finite_mark` of q_reps[0], p_reps[0], q_reps[1], ...
+    """
+    if bool(paddle.isfinite(paddle.stack(list(marks))).all()):
         return
+    reps = [r for pair in zip(q_reps, p_reps, strict=True) for r in pair]
     for index, r in enumerate(reps):
         bad = (~paddle.isfinite(r.detach().astype("float32"))).any(axis=-1).numpy().nonzero()[0]
         if len(bad):
@@ -148,8 +159,18 @@ def _check_finite(q_reps: Sequence[paddle.Tensor], p_reps: Sequence[paddle.Tenso
             )
 
 
-def _detached(reps: Sequence[paddle.Tensor]) -> paddle.Tensor:
-    joined = (paddle.concat(list(reps)) if len(reps) > 1 else reps[0]).detach()
+def _to_host(tensor: paddle.Tensor) -> paddle.Tensor:
+    """In host memory; a tensor that is there stays as it is."""
+    return tensor if tensor.place.is_cpu_place() else tensor.cpu()
+
+
+def _to_place(tensor: paddle.Tensor, place) -> paddle.Tensor:
+    """On the device `place`; a tensor that is there stays as it is."""
+    return tensor if tensor.place._equals(place) else tensor._copy_to(place, True)
+
+
+def _detached(reps: Sequence[paddle.Tensor], place) -> paddle.Tensor:
+    joined = _to_place((paddle.concat(list(reps)) if len(reps) > 1 else reps[0]).detach(), place)
     joined.stop_gradient = False
     return joined
 
@@ -161,7 +182,7 @@ def window_loss(
     if not window:
         raise ValueError("the window holds no micro-batch")
     with paddle.no_grad():
-        q_reps, p_reps, _ = _representations(forward, window, autocast, keep_random=False)
+        q_reps, p_reps, *_ = _representations(forward, window, autocast, keep_random=False)
         targets = window_targets(window, q_reps, p_reps)
         q, p = paddle.concat(q_reps), paddle.concat(p_reps)
         return Step(loss(q, p, **targets), q.shape[0], p.shape[0], targets)
@@ -176,6 +197,7 @@ def window_step(
     autocast: Context = contextlib.nullcontext,
     no_sync: Context = contextlib.nullcontext,
     on_rows: Callable[[int], None] | None = None,
+    offload: bool = False,
 ) -> Step:
     """Adds the gradient of a window's loss to the parameters' gradients.
 
@@ -191,6 +213,8 @@ def window_step(
         no_sync: makes the context in which backward must not synchronise gradients between processes (DataParallel's
             `no_sync`); used for all micro-batches but the last, so that a step synchronises once.
         on_rows: called with b after the backward pass of each micro-batch; for progress bars.
+        offload: keep representations and their gradients in host memory while the encoder runs: they are on the
+            device during the loss alone. Same result; it costs four copies of [B + N, D] per window.
 
     Returns:
         The step's loss and sizes.
@@ -214,7 +238,7 @@ def window_step(
     if len(window) == 1:
         with autocast():
             q, p = forward(window[0])
-        _check_finite([q], [p])
+        _check_finite([q], [p], [_finite_mark(q), _finite_mark(p)])
         targets = window_targets(window, [q], [p])
         value = loss(q, p, **targets)
         (value if scale is None else scale(value)).backward()
@@ -223,16 +247,20 @@ def window_step(
         return Step(value.detach(), q.shape[0], p.shape[0], targets)
 
     with paddle.no_grad():
-        q_reps, p_reps, random_states = _representations(forward, window, autocast, keep_random=True)
+        q_reps, p_reps, random_states, place = _representations(
+            forward, window, autocast, keep_random=True, offload=offload
+        )
     targets = window_targets(window, q_reps, p_reps)
     sizes = [(q.shape[0], p.shape[0]) for q, p in zip(q_reps, p_reps, strict=True)]
-    q, p = _detached(q_reps), _detached(p_reps)
+    q, p = _detached(q_reps, place), _detached(p_reps, place)
     del q_reps, p_reps
     value = loss(q, p, **targets)
     (value if scale is None else scale(value)).backward()
     value, dq, dp = value.detach(), q.grad, p.grad
     rows, columns = q.shape[0], p.shape[0]
     del q, p
+    if offload:
+        dq, dp = (None if g is None else _to_host(g) for g in (dq, dp))
 
     row = column = 0
     for index, (batch, (b, n), random_state) in enumerate(zip(window, sizes, random_states, strict=True)):
@@ -248,18 +276,24 @@ def window_step(
     return Step(value, rows, columns, targets)
 
 
-def _representations(forward, window, autocast, *, keep_random):
-    """Step 1; checks that everything is finite. Call it without gradients."""
-    q_reps, p_reps, random_states = [], [], []
+def _representations(forward, window, autocast, *, keep_random, offload=False):
+    """Step 1; checks that everything is finite. Call it without gradients.
+
+    Returns:
+        (q_reps, p_reps, states of the random generators, the place of the representations).
+    """
+    q_reps, p_reps, random_states, marks = [], [], [], []
     for batch in window:
         if keep_random:
             random_states.append(RandomState())
         with autocast():
             q, p = forward(batch)
-        q_reps.append(q)
-        p_reps.append(p)
-    _check_finite(q_reps, p_reps)
-    return q_reps, p_reps, random_states
+        place = q.place
+        marks += [_finite_mark(q), _finite_mark(p)]
+        q_reps.append(_to_host(q) if offload else q)
+        p_reps.append(_to_host(p) if offload else p)
+    _check_finite(q_reps, p_reps, marks)
+    return q_reps, p_reps, random_states, place
 
 
 def _backward(reps, grads, rows) -> None:
@@ -267,4 +301,4 @@ def _backward(reps, grads, rows) -> None:
     # A side without a graph (a frozen encoder) or without a gradient takes no part.
     sides = [(r, g[s]) for r, g, s in zip(reps, grads, rows, strict=True) if not r.stop_gradient and g is not None]
     if sides:
-        paddle.autograd.backward([r for r, _ in sides], [g.astype(r.dtype) for r, g in sides])
+        paddle.autograd.backward([r for r, _ in sides], [_to_place(g, r.place).astype(r.dtype) for r, g in sides])

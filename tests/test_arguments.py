@@ -357,10 +357,11 @@ def test_paddlenlps_parser_takes_our_options():
 
 
 def test_choices_agree_with_those_who_use_them():
+    from paddle_infcl.distributed.negatives import STRATEGIES
     from paddle_infcl.kernels import BACKENDS
     from paddle_infcl.pooling import POOLINGS
 
-    assert checks.BACKENDS == BACKENDS and checks.POOLINGS == POOLINGS
+    assert checks.BACKENDS == BACKENDS and checks.POOLINGS == POOLINGS and checks.STRATEGIES == STRATEGIES
 
 
 def test_every_option_is_documented():

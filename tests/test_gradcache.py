@@ -9,6 +9,7 @@ import pytest
 from paddle import nn
 from paddle.base import core
 
+from paddle_infcl import gradcache
 from paddle_infcl.functional import inf_cl_loss
 from paddle_infcl.gradcache import RandomState, window_loss, window_step, window_targets
 
@@ -374,3 +375,40 @@ def test_memory_is_flat_in_the_number_of_micro_batches():
     assert peaks[16] <= peaks[4] + added
     # One micro-batch's activations are far above that: holding all graphs would show.
     assert peaks[4] > 2 * added / 12
+
+
+def test_features_in_host_memory(monkeypatch):
+    """offload: everything kept between the passes goes to the host and comes back; here both are one memory."""
+    window, encoder = make_window(3, 4), make_encoder()
+    paddle.seed(7)
+    plain = Recorder()
+    want_loss = float(window_step(encoder, window, plain).loss)
+    want = gradients(encoder)
+    moved = {"to host": [], "to device": []}
+
+    def to_host(tensor):
+        moved["to host"].append(list(tensor.shape))
+        return tensor.clone().detach()
+
+    def to_place(tensor, place):
+        assert place.is_cpu_place()
+        moved["to device"].append(list(tensor.shape))
+        return tensor.clone().detach()
+
+    monkeypatch.setattr(gradcache, "_to_host", to_host)
+    monkeypatch.setattr(gradcache, "_to_place", to_place)
+    paddle.seed(7)
+    offloaded = Recorder()
+    assert float(window_step(encoder, window, offloaded, offload=True).loss) == want_loss
+    for side in "qp":
+        np.testing.assert_array_equal(offloaded.grads[side], plain.grads[side])
+    for name, gradient in gradients(encoder).items():
+        np.testing.assert_array_equal(gradient, want[name])
+    micro = [[4, DIM], [8, DIM]]
+    assert moved["to host"] == micro * 3 + [[12, DIM], [24, DIM]]  # representations, then their gradients
+    assert moved["to device"] == [[12, DIM], [24, DIM]] + micro * 3
+
+
+def test_features_that_are_in_host_memory_stay_there():
+    tensor = paddle.ones([2, 3])
+    assert gradcache._to_host(tensor) is tensor and gradcache._to_place(tensor, tensor.place) is tensor

@@ -47,6 +47,7 @@ def two(folder):
         "recompute": {**half, "recompute": True},
         "saved": {**half, "save_strategy": "steps", "save_steps": 3, "max_steps": 6},
         "resumed": {**half, "resume": "saved/checkpoint-3"},
+        "ring": {**half, "negatives_strategy": "ring", "offload_features": True},
     }
     launch(2, [SCRIPT, str(folder), json.dumps(runs)])
     return {name: np.load(folder / f"{name}.npz") for name in runs}
@@ -62,7 +63,7 @@ def assert_same(got, want):
     assert got["metric"] == pytest.approx(float(want["metric"]), abs=1e-6)
 
 
-@pytest.mark.parametrize("name", ["two", "recompute", "resumed"])
+@pytest.mark.parametrize("name", ["two", "recompute", "resumed", "ring"])
 def test_two_processes_equal_one(one, two, name):
     """Plain data parallel without fleet: losses, temperature, parameters after 6 steps, evaluation."""
     assert len(one["losses"]) == 6

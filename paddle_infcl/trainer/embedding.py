@@ -231,6 +231,7 @@ class EmbeddingTrainer(EvaluatesRetrieval, UpstreamTrainer):
             scale=self.scaler.scale if self.do_grad_scaling else None,
             no_sync=getattr(model, "no_sync", contextlib.nullcontext),
             on_rows=self._bar.add if self._bar is not None else None,
+            offload=self.model_args.offload_features,
         )
         self._average_loss_gradients()
         self._pairs += step.rows

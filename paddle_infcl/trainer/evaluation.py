@@ -16,8 +16,8 @@ from paddle_infcl.encode import encode_texts
 from paddle_infcl.evaluation.retrieval import METRICS, RetrievalEvaluator
 from paddle_infcl.gradcache import RandomState, window_loss
 
-# Texts per process that are encoded between two exchanges.
-_ENCODE_BLOCK = 16384
+# Texts per process that are encoded between two exchanges. Gloo gives up on a process that is 30 s behind.
+_ENCODE_BLOCK = 2048
 
 
 class EvaluatesRetrieval:
