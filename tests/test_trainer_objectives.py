@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import json
+import random
 
 import numpy as np
 import paddle
 import pytest
 
+from paddle_infcl.data.collator import draw_passages
 from paddle_infcl.data.jsonl import load_pairs
 from paddle_infcl.data.rows import DataError
 from paddle_infcl.objectives import OBJECTIVES
@@ -149,17 +151,22 @@ def test_a_teacher_is_learnt_from(kind, tmp_path):
 def test_scores_are_those_of_the_drawn_passages(tmp_path):
     pairs = write_pairs(tmp_path / "pairs.jsonl", 6, negatives=4)
 
-    def by_length(row):
-        return {"pos_scores": [100.0], "neg_scores": [float(len(text)) for text in row["neg_passage"]]}
+    def of(text):
+        return float(sum(text.encode()))
 
-    data = with_fields(pairs, 6, by_length)
+    def by_letters(row):
+        return {"pos_scores": [100.0], "neg_scores": [of(text) for text in row["neg_passage"]]}
+
+    data = with_fields(pairs, 6, by_letters)
     trainer = make_trainer(tmp_path, tmp_path / "out", pairs=data, distillation="kl", group_size=3)
     dataset = load_pairs(data)
     for seed in range(4):
         batch = trainer.data_collator([(dataset[k], seed) for k in range(6)])
         assert batch["teacher_scores"].shape == (6, 3) and (batch["teacher_scores"][:, 0] == 100.0).all()
         for k in range(6):
-            assert set(batch["teacher_scores"][k, 1:]) <= {float(len(t)) for t in dataset[k].negatives}
+            _, negatives = draw_passages(dataset[k], random.Random(seed), 3, "none")
+            wanted = [of(dataset[k].negatives[n]) for n in negatives]
+            assert batch["teacher_scores"][k, 1:].tolist() == wanted
 
 
 @pytest.mark.parametrize(
