@@ -326,7 +326,7 @@ def test_bfloat16_is_the_float32_value_of_the_given_logits():
 
 
 def test_autocast_is_off_inside(monkeypatch):
-    """On a CPU autocast does nothing, so the switch itself is watched: on a GPU the sums would lose half their bits."""
+    """On a CPU autocast does nothing, so the switch is watched: on a GPU the sums would lose half their bits."""
     state, real, seen = [True], module._forward_chunk, []
 
     @contextlib.contextmanager
