@@ -270,11 +270,14 @@ def _read_file(path: Path) -> dict[str, typing.Any]:
     try:
         text = path.read_text(encoding="utf-8")
         if kind == ".json":
-            content = json.loads(text)
+            content = json.loads(text, object_pairs_hook=_without_repeats)
         else:
-            import yaml
-
-            content = yaml.safe_load(text)
+            content = _load_yaml(text)
+    except ConfigError as error:
+        raise ConfigError([Problem(str(path), None, problem.message) for problem in error.problems]) from None
+    except UnicodeDecodeError as error:
+        message = f"is not UTF-8: byte 0x{error.object[error.start]:02x} at {error.start}; save the file as UTF-8"
+        raise ConfigError([Problem(str(path), None, message)]) from error
     except OSError as error:
         raise ConfigError([Problem(str(path), None, f"can't be read: {error.strerror}")]) from error
     except ValueError as error:
@@ -286,6 +289,26 @@ def _read_file(path: Path) -> dict[str, typing.Any]:
     if not isinstance(content, dict):
         raise ConfigError([Problem(str(path), None, f"must hold options by name, holds a {type(content).__name__}")])
     return {str(name): value for name, value in content.items()}
+
+
+def _without_repeats(pairs: list[tuple]) -> dict:
+    names = [name for name, _ in pairs]
+    twice = sorted({str(name) for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError([Problem("", None, f"names {', '.join(twice)} twice: the last one would win silently")])
+    return dict(pairs)
+
+
+def _load_yaml(text: str):
+    """safe_load, but options that stand there twice are an error: YAML would take the last one."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node, deep=False):
+            _without_repeats([(key.value, None) for key, _ in node.value if isinstance(key, yaml.ScalarNode)])
+            return super().construct_mapping(node, deep)
+
+    return yaml.load(text, Loader)
 
 
 def _read_command_line(arguments: Sequence[str], problems: list[Problem]) -> dict[str, typing.Any]:

@@ -165,12 +165,24 @@ def _check_embedding(v, problems: list[Problem]) -> None:
 def _check_training(v, problems: list[Problem]) -> None:
     need = _needs(v, problems)
     need(bool(v.output_dir), "output_dir", "is needed: the folder for checkpoints and the trained model")
+    if v.output_dir and (why := _cant_be_a_folder(v.output_dir)):
+        need(False, "output_dir", why)
     for option in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
         need(getattr(v, option) >= 1, option, "must be 1 or more")
     need(
         v.max_steps > 0 or v.num_train_epochs > 0, "num_train_epochs", "must be positive where max_steps is not given"
     )
-    need(v.learning_rate > 0, "learning_rate", "must be positive")
+    need(v.max_steps > 0 or v.num_train_epochs != math.inf, "num_train_epochs", "must be finite")
+    need(0 < v.learning_rate < math.inf, "learning_rate", "must be positive and finite")
+    for option in ("weight_decay", "max_grad_norm", "warmup_steps", "dataloader_num_workers"):
+        need(0 <= getattr(v, option) < math.inf, option, "must be 0 or more")
+    need(0 <= v.seed < 2**32, "seed", "must be 0 or more and below 2^32")
+    # PaddleNLP takes 0 and -1 as "never", without a word.
+    for what in ("logging", "save"):
+        every = getattr(v, f"{what}_steps")
+        stepwise = _word(getattr(v, f"{what}_strategy")) == "steps"
+        need(not stepwise or every > 0, f"{what}_steps", f"must be 1 or more; {what}_strategy: no turns it off")
+    need(v.eval_steps is None or v.eval_steps >= 0, "eval_steps", "must be 1 or more")
     need(not (v.fp16 and v.bf16), "fp16", "bf16 is on as well: take one of the two")
     need(v.fp16_opt_level in ("O0", "O1", "O2"), "fp16_opt_level", "must be O0, O1 or O2")
     precise = v.fp16 or v.bf16 or v.fp16_opt_level != "O2"
@@ -188,6 +200,21 @@ def _check_training(v, problems: list[Problem]) -> None:
         "one pair in a batch and group_size 1 leave nothing to contrast with: a larger batch, more "
         "gradient_accumulation_steps, or hard negatives",
     )
+
+
+def _word(option: typing.Any) -> typing.Any:
+    """An option's text, whether it is one of an enum's members or a text."""
+    return getattr(option, "value", option)
+
+
+def _cant_be_a_folder(path: str) -> str | None:
+    """Why files can't be written into a folder, which may not be there yet; None if they can."""
+    there = Path(os.path.expanduser(path)).absolute()
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    if not there.is_dir():
+        return f"{there} is a file: name a folder"
+    return None if os.access(there, os.W_OK | os.X_OK) else f"no permission to write into {there}"
 
 
 # Options of PaddleNLP's other trainers that an embedding trainer can't honour; silence would be worse than an error.
@@ -305,7 +332,8 @@ def _check_data(v, found: Checked) -> None:
         found.train_files = [os.path.expanduser(f) for f in v.train_files]
         for file in found.train_files:
             if not os.path.isfile(file):
-                found.missing.append(Problem("train_files", file, "there is no such file"))
+                there = "is a folder: name its files, or dataset_name_or_path" if os.path.isdir(file) else None
+                found.missing.append(Problem("train_files", file, there or "there is no such file"))
     elif not name:
         message = "is needed, or dataset_name_or_path: JSONL files with a query, its passage and negatives per line"
         found.problems.append(Problem("train_files", None, message))
@@ -339,7 +367,7 @@ def metric_problem(metric: str | None, metrics: Iterable[str]) -> str | None:
 
 def _check_evaluation(v, found: Checked) -> None:
     need = _needs(v, found.problems)
-    strategy = getattr(v.evaluation_strategy, "value", v.evaluation_strategy)
+    strategy = _word(v.evaluation_strategy)
     evaluates = v.do_eval or strategy != "no"
     has_data = bool(v.eval_pairs or v.eval_queries)
     where = "eval_pairs, or eval_queries, eval_corpus and eval_qrels"
@@ -348,7 +376,7 @@ def _check_evaluation(v, found: Checked) -> None:
         need(has_data, option, f"needs something to evaluate on: {where}")
     if v.load_best_model_at_end:
         need(evaluates, "load_best_model_at_end", "needs evaluation_strategy: steps or epoch")
-        save = getattr(v.save_strategy, "value", v.save_strategy)
+        save = _word(v.save_strategy)
         same = not evaluates or save == (strategy if strategy != "no" else "steps")
         need(same, "save_strategy", "must be the same as evaluation_strategy for load_best_model_at_end")
         every = v.eval_steps or v.logging_steps

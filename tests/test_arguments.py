@@ -369,3 +369,53 @@ def test_every_option_is_documented():
     rows = dict(re.findall(r"^\| `(\w+)` \| `([^|]*)` \|", text, re.M))
     defaults = {f.name: json.dumps(f.default) for f in dataclasses.fields(EmbeddingArgument)}
     assert rows == defaults
+
+
+@pytest.mark.parametrize(
+    "option, value",
+    [
+        ("seed", -1),
+        ("seed", 2**32),
+        ("learning_rate", float("inf")),
+        ("weight_decay", float("nan")),
+        ("max_grad_norm", -1),
+        ("warmup_steps", -5),
+        ("dataloader_num_workers", -1),
+        ("logging_steps", -3),
+        ("logging_steps", 0),
+        ("save_steps", 0),
+        ("eval_steps", -1),
+        ("num_train_epochs", float("inf")),
+    ],
+)
+def test_numbers_that_paddlenlp_lets_through(minimal, option, value):
+    assert list(wrong({**minimal, option: value})) == [option]
+    assert parse_config({**minimal, "logging_strategy": "no", "logging_steps": 0, "save_strategy": "no"})
+
+
+def test_output_folders_that_cannot_be(minimal, folder, monkeypatch):
+    file = folder / "train.jsonl"
+    for path in (file, file / "deeper"):
+        assert wrong({**minimal, "output_dir": str(path)}) == {"output_dir": f"{file} is a file: name a folder"}
+    monkeypatch.setattr(checks.os, "access", lambda path, mode: False)
+    assert wrong(minimal) == {"output_dir": f"no permission to write into {folder}"}
+
+
+def test_a_folder_among_train_files(minimal, folder):
+    found = wrong({**minimal, "train_files": [str(folder)]})
+    assert found == {"train_files": "is a folder: name its files, or dataset_name_or_path"}
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("a.yaml", b"seed: 1\nseed: 2\n", "names seed twice"),
+        ("a.json", b'{"seed": 1, "seed": 2}', "names seed twice"),
+        ("a.yaml", "output_dir: \u00e9".encode("latin-1"), "is not UTF-8: byte 0xe9 at 12"),
+        ("a.json", b"\xff{}", "is not UTF-8: byte 0xff at 0"),
+    ],
+)
+def test_files_that_say_two_things_or_nothing(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=re.escape(f"{tmp_path / name}: {message}")):
+        parse_config([str(tmp_path / name)])

@@ -106,7 +106,7 @@ def test_training_learns(tmp_path):
     assert np.mean(values[-8:]) < 0.6 * np.mean(values[:8])
 
 
-def test_what_is_logged(tmp_path):
+def test_what_is_logged(tmp_path, caplog):
     rows = [{"query": f"bal {w}", "pos_passage": "dem fal", "pos_id": 7} for w in ("bet", "bil", "bom", "bun")] * 3
     file = tmp_path / "same.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -116,6 +116,7 @@ def test_what_is_logged(tmp_path):
     assert entry["temperature"] == 0.1 and entry["learning_rate"] >= 0 and entry["pairs_per_second"] > 0
     # All passages are one document: nobody competes with anybody.
     assert entry["effective_negatives"] == 0 and entry["loss"] == 0
+    assert "step 1: its rows have nothing to contrast with" in caplog.text
     trainer = make_trainer(tmp_path, tmp_path / "out", rows=12, num_train_epochs=1)
     trainer.train()
     assert trainer.state.log_history[0]["effective_negatives"] == 11

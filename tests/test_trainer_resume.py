@@ -44,6 +44,9 @@ RUN = {
 }
 
 
+SMALL = ("scheduler.pdparams", "trainer_state.json", "position.json")
+
+
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
@@ -112,6 +115,34 @@ def test_incomplete_checkpoints_are_passed_over(stopped, caplog):
         resumed.train(resume_from_checkpoint=str(out / "checkpoint-3"))
     resumed.train(resume_from_checkpoint=True)
     assert "checkpoint-3 is incomplete" in caplog.text and max(losses(resumed)) == 3
+
+
+# Large files are not read for this; Paddle names one that it can't parse.
+@pytest.mark.parametrize("name, size", [(n, s) for n in SMALL for s in (0, 40)] + [("optimizer.pdopt", 0)])
+def test_files_that_were_cut_off(stopped, caplog, name, size):
+    out = stopped[1]
+    shutil.copytree(out / "checkpoint-2", out / "checkpoint-3")
+    with open(out / "checkpoint-3" / name, "r+b") as file:
+        file.truncate(size)
+    with pytest.raises(ValueError, match=f"checkpoint-3 can't be resumed: {name} was not written to the end"):
+        resume.find_checkpoint(out / "checkpoint-3", str(out))
+    assert resume.find_checkpoint(True, str(out)) == str(out / "checkpoint-2")
+    assert f"checkpoint-3 is incomplete ({name} was not written to the end) and passed over" in caplog.text
+
+
+def test_what_a_checkpoint_lacks_without_stopping(stopped, caplog):
+    folder, out = stopped
+    for name in ("rng_state.pth", "loss.pdparams"):
+        (out / "checkpoint-2" / name).unlink()
+    make_trainer(folder, out, **{**RUN, "max_steps": 3}).train(resume_from_checkpoint=True)
+    assert "has no rng_state.pth (written by one process): dropout masks will differ" in caplog.text
+    assert "has no loss.pdparams: the loss's parameters (the temperature) start anew" in caplog.text
+
+
+def test_old_checkpoints_are_deleted(whole_run, tmp_path):
+    """By a single process too, which PaddleNLP's own rotation passes over."""
+    make_trainer(whole_run[0], tmp_path, **{**RUN, "max_steps": 4, "save_total_limit": 2}).train()
+    assert sorted(f.name for f in tmp_path.glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-4"]
 
 
 def test_no_checkpoint_to_resume(whole_run, tmp_path):

@@ -31,7 +31,7 @@ from paddle_infcl.data.jsonl import PairDataset
 from paddle_infcl.data.loader import MicroBatchWindows, WindowLoader
 from paddle_infcl.data.sampler import WindowSampler
 from paddle_infcl.gradcache import Step, window_step
-from paddle_infcl.log import logger
+from paddle_infcl.log import logger, warn_once
 from paddle_infcl.modeling import SentenceEncoder
 from paddle_infcl.objectives import build_objective
 from paddle_infcl.trainer import resume
@@ -162,6 +162,7 @@ class EmbeddingTrainer(EvaluatesRetrieval, UpstreamTrainer):
             raise ValueError("max_steps: the data has no length, so the number of steps must be given")
         if checkpoint is not None and not weights_only:
             step = resume.global_step(checkpoint)
+            resume.warn_without_random_state(checkpoint, args.world_size)
             position = resume.load_position(checkpoint)
             for note in windows.resume(position, step, skip_data=not args.ignore_data_skip):
                 logger.warning("%s", note)
@@ -261,6 +262,12 @@ class EmbeddingTrainer(EvaluatesRetrieval, UpstreamTrainer):
             targets |= window_extras(window, getattr(self.loss_fn, "wanted", ()), self.guide, empty=empty)
             if measure:
                 self._negatives = self.loss_fn.effective_negatives(q.detach(), p.detach(), **targets)
+                if self._negatives == 0 and not empty:
+                    warn_once(
+                        "no-negatives",
+                        f"step {self.state.global_step + 1}: its rows have nothing to contrast with, so their loss is "
+                        "0. Look at the size of the batch, at hard negatives, and at what drops candidates",
+                    )
             return self.loss_fn(q, p, **targets)
 
         return run(forward, window, loss, autocast=self.autocast_smart_context_manager, **options)
@@ -362,6 +369,9 @@ class EmbeddingTrainer(EvaluatesRetrieval, UpstreamTrainer):
             if self.args.should_save:
                 names = resume.parameter_names(self.model, self.loss_fn)
                 resume.save(str(folder), names, self._windows.position(int(rows)))
+            if self.args.should_save and self.args.local_rank == -1:
+                # PaddleNLP rotates where local_rank is 0, which a single process that nobody launched never has.
+                self._rotate_checkpoints(use_mtime=True, output_dir=self.args.output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint=None):
         super()._load_from_checkpoint(resume_from_checkpoint)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,10 +27,27 @@ _POSITION, _NAMES, _LOSS = "position.json", "parameter_names.json", "loss.pdpara
 _STATE, _SCHEDULER = "trainer_state.json", "scheduler.pdparams"
 
 
-def _whats_missing(folder: Path) -> list[str]:
-    """Files without which a run cannot go on from here."""
+def _whats_wrong(folder: Path) -> str:
+    """Why a run cannot go on from here: files that are missing or were cut off while they were written; or ""."""
     # PaddleNLP writes the scheduler's state last; its own checkpoints have no position.json.
-    return [name for name in (_STATE, _SCHEDULER) if not (folder / name).is_file()]
+    missing = [name for name in (_STATE, _SCHEDULER) if not (folder / name).is_file()]
+    if missing:
+        return f"it lacks {', '.join(missing)}"
+    cut = [f.name for f in folder.iterdir() if f.suffix in (".json", ".pdparams", ".pdopt", ".pth") and _is_cut(f)]
+    return f"{', '.join(sorted(cut))} {'was' if len(cut) == 1 else 'were'} not written to the end" if cut else ""
+
+
+def _is_cut(file: Path) -> bool:
+    if file.stat().st_size == 0:
+        return True
+    try:  # the small ones; of the others Paddle says that it can't parse them
+        if file.suffix == ".json":
+            json.loads(file.read_text(encoding="utf-8"))
+        elif file.name == _SCHEDULER:
+            paddle.load(str(file))
+    except (ValueError, EOFError, pickle.UnpicklingError):
+        return True
+    return False
 
 
 def find_checkpoint(wanted: Any, output_dir: str, *, weights_only: bool = False) -> str | None:
@@ -48,10 +66,10 @@ def find_checkpoint(wanted: Any, output_dir: str, *, weights_only: bool = False)
         return None
     if wanted is not True:
         folder = Path(os.path.expanduser(str(wanted)))
-        missing = [] if weights_only else _whats_missing(folder)
-        if not folder.is_dir() or missing:
-            what = f"it lacks {', '.join(missing)}" if folder.is_dir() else "there is no such folder"
-            raise ValueError(f"resume_from_checkpoint: {folder} can't be resumed: {what}")
+        if not folder.is_dir():
+            raise ValueError(f"resume_from_checkpoint: {folder} can't be resumed: there is no such folder")
+        if not weights_only and (wrong := _whats_wrong(folder)):
+            raise ValueError(f"resume_from_checkpoint: {folder} can't be resumed: {wrong}")
         return str(folder)
     checkpoint = last_checkpoint(output_dir)
     if checkpoint is None:
@@ -65,8 +83,8 @@ def last_checkpoint(output_dir: str) -> str | None:
         return None
     found = [(int(m[1]), f) for f in Path(output_dir).iterdir() if (m := re.fullmatch(r"checkpoint-(\d+)", f.name))]
     for _, folder in sorted(found, reverse=True):
-        if missing := _whats_missing(folder):
-            logger.warning("%s is incomplete (it lacks %s) and passed over", folder, ", ".join(missing))
+        if wrong := _whats_wrong(folder):
+            logger.warning("%s is incomplete (%s) and passed over", folder, wrong)
         else:
             return str(folder)
     return None
@@ -106,8 +124,24 @@ def save_loss(folder: str, loss: nn.Layer) -> None:
 def load_loss(checkpoint: str, loss: nn.Layer) -> None:
     """The reverse of `save_loss`."""
     file = os.path.join(checkpoint, _LOSS)
-    if loss.parameters() and os.path.isfile(file):
+    if not loss.parameters():
+        return
+    if os.path.isfile(file):
         loss.set_state_dict(paddle.load(file))
+    else:
+        logger.warning("%s has no %s: the loss's parameters (the temperature) start anew", checkpoint, _LOSS)
+
+
+def warn_without_random_state(checkpoint: str, world: int) -> None:
+    """Says so when dropout masks can't be those of the run that goes on."""
+    name = f"rng_state_{world}.pth" if world > 1 else "rng_state.pth"
+    if not os.path.isfile(os.path.join(checkpoint, name)):
+        logger.warning(
+            "%s has no %s (written by %s): dropout masks will differ from the uninterrupted run's",
+            checkpoint,
+            name,
+            "as many processes" if world > 1 else "one process",
+        )
 
 
 @contextlib.contextmanager
