@@ -210,6 +210,9 @@ def test_dry_run_estimates(folder, tmp_path, capfd):
     # 16 queries and 32 passages of width 32 in fp32.
     assert re.search(r"representations: +6\.0 KiB +\(width 32\)", shown)
     assert re.search(r"logits at once: +8\.0 MiB", shown)
+    guided = ["--objective", "guided", "--guide_model_name_or_path", str(folder / "model")]
+    assert main(["train", config, "--dry-run", *guided]) == 0
+    assert re.search(r"its vectors: +6\.0 KiB +\(width 32", capfd.readouterr().out)
     parameters = sum(int(np.prod(p.shape)) for p in make_model().parameters())
     assert re.search(rf"model and optimizer: +[\d.]+ [KM]iB +\({parameters / 1e6:.1f}M parameters", shown)
     assert main(["train", config, "--dry_run", "--inf_cl_loss", "false"]) == 0

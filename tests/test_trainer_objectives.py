@@ -220,3 +220,20 @@ def test_the_options_name_a_guide_only_when_it_is_asked_for(guide_folder):
         EmbeddingArgument(objective="guided", guide_model_name_or_path=str(guide_folder), guide_pooling="cls")
     )
     assert guide.encoder.pooling == "cls" and not guide.encoder.training
+
+
+@pytest.mark.parametrize("kind", ["guided", "distilled"])
+def test_a_process_without_rows_takes_part(kind, guide_folder, tmp_path):
+    """Its window is empty: the loss is 0, with a graph, and the guide's and the teacher's parts have no rows."""
+    pairs = write_pairs(tmp_path / "pairs.jsonl", 12, negatives=1)
+    if kind == "guided":
+        asked = options(kind, guide_folder)
+    else:
+        pairs = with_fields(pairs, 12, lambda row: {"pos_scores": [1.0], "neg_scores": [0.0]})
+        asked = {"distillation": "kl"}
+    trainer = make_trainer(tmp_path, tmp_path / "out", pairs=pairs, **asked)
+    window = [trainer.data_collator([trainer.train_dataset[k] for k in range(4)])]
+    assert float(trainer.training_step(trainer.model, window)) > 0
+    trainer.model.clear_gradients()
+    assert float(trainer.training_step(trainer.model, [])) == 0.0
+    assert all(p.grad is None or not p.grad.numpy().any() for p in trainer.model.parameters())

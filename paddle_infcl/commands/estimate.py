@@ -97,6 +97,8 @@ def memory_lines(config: Config, backend: str, processes: int) -> list[str]:
         itemsize = 2 if half else 4
         lines.append(_line("representations", (rows + gathered) * width * itemsize, f"width {width}"))
         lines.append(_line("their gradients", (rows + gathered) * width * (4 if backend != "dense" else itemsize), ""))
+    if embedding.objective == "guided" and embedding.guide_model_name_or_path:
+        lines += _guide_lines(embedding, rows + gathered)
     if backend == "dense":
         lines.append(_line("similarities", rows * gathered * 4, "B x N, the dense backend"))
     else:
@@ -114,6 +116,18 @@ def memory_lines(config: Config, backend: str, processes: int) -> list[str]:
         lines.append(_line("model and optimizer", 16 * count, f"{count / 1e6:.1f}M parameters: {note}"))
     lines.append("activations: those of one micro-batch, whatever the number of micro-batches")
     return lines
+
+
+def _guide_lines(embedding, texts: int) -> list[str]:
+    path = embedding.guide_model_name_or_path
+    itemsize = 4 if embedding.guide_dtype == "float32" else 2
+    width, count = checks.model_config(path).get("hidden_size"), parameter_count(path)
+    if not width or count is None:
+        return ["guide: unknown before the model is there"]
+    return [
+        _line("guide", count * itemsize, f"{count / 1e6:.1f}M parameters, {embedding.guide_dtype}"),
+        _line("its vectors", texts * width * itemsize, f"width {width}, while the loss is computed"),
+    ]
 
 
 def _line(name: str, size: float, note: str) -> str:

@@ -96,10 +96,10 @@ def window_extras(
         parts = [batch["guide"] for batch in window]
         for name, side in (("guide_q", "query"), ("guide_p", "passages")):
             ready = "query_vectors" if side == "query" else "passage_vectors"
-            vectors = [part[ready] if ready in part else guide.vectors(part[side]) for part in parts]
+            vectors = [paddle.to_tensor(p[ready]) if ready in p else guide.vectors(p[side]) for p in parts]
             extras[name] = paddle.concat(vectors)[: 0 if empty else None]
     if "teacher_scores" in wanted:
-        scores = [batch["teacher_scores"] for batch in window]
+        scores = [paddle.to_tensor(batch["teacher_scores"]) for batch in window]
         widest = max(s.shape[1] for s in scores)
         extras["teacher_scores"] = paddle.concat([_widened(s, widest) for s in scores])
     return extras
