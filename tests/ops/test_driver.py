@@ -253,7 +253,11 @@ def torch_beside(monkeypatch):
     torch._C._cuda_getCurrentRawStream = lambda i: 0x70
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setitem(sys.modules, "torch._C", torch._C)
-    return torch
+    yield torch
+    # Paddle keeps the modules that it has put aside, and would put them back after a later test.
+    from paddle.compat.proxy import TORCH_MODULES_CACHE
+
+    TORCH_MODULES_CACHE.clear()
 
 
 def _asks_paddle(made) -> None:

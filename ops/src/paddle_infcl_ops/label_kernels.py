@@ -40,8 +40,8 @@ def offset_(column, stride, WIDE: tl.constexpr):
 
 @triton.jit
 def label_forward_kernel(
-    logits, bias, labels, logprobs, tops, log_sums, entropies, n1, n2, s0, s1, s2, sv, l0, l1, l2, V, scale, ignore_index,
-    HAS_IGNORE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    logits, bias, labels, logprobs, tops, log_sums, entropies, n1, n2, s0, s1, s2, sv, l0, l1, l2, V, scale,
+    ignore_index, HAS_IGNORE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row's log-probability.
 
