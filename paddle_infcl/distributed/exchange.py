@@ -36,7 +36,6 @@ class Exchange:
     def __init__(self, ranks: Ranks):
         self.place, self.world = ranks.rank, ranks.world
         peers = ranks.peers
-        self._peers = peers
         self._next, self._previous = peers[(self.place + 1) % self.world], peers[self.place - 1]
         self._gloo = backend_of(ranks.groups[0]) == "GLOO"
 
@@ -79,8 +78,9 @@ class Exchange:
         return wait
 
     def _broadcasts(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
-        for place, peer in enumerate(self._peers):
-            mine, wanted = place == self.place, peer == self._previous
+        # All processes there are, since all are in the group that messages go through: also other rings of copies.
+        for peer in range(dist.get_world_size()):
+            mine, wanted = peer == dist.get_rank(), peer == self._previous
             # What comes by for others has sizes that only they know: a header each.
             sizes = paddle.to_tensor([t.size for t in outgoing], dtype="int64")
             dist.broadcast(sizes, peer)

@@ -24,8 +24,8 @@ def qwen3_groups(
     for k, documents in enumerate(batch.documents):
         owner = batch.owners[k]
         if k == 0:
-            # Positives are everybody's negatives: they belong to no row here. The rule stays where there are no others:
-            # a process without hard negatives lists the same blocks as one with them.
+            # Positives are everybody's negatives: they belong to no row here. The rule stays even if there are no
+            # others: a process without hard negatives lists the same blocks as one with them.
             owner = paddle.scatter(owner, batch.own, paddle.full_like(batch.own, -1))
         group.append(
             Block(

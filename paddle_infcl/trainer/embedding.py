@@ -30,6 +30,7 @@ from paddle_infcl.data.collator import PairCollator
 from paddle_infcl.data.jsonl import PairDataset
 from paddle_infcl.data.loader import MicroBatchWindows, WindowLoader
 from paddle_infcl.data.sampler import WindowSampler
+from paddle_infcl.distributed.watch import ending_together
 from paddle_infcl.gradcache import Step, window_step
 from paddle_infcl.log import logger, warn_once
 from paddle_infcl.modeling import SentenceEncoder
@@ -171,7 +172,7 @@ class EmbeddingTrainer(EvaluatesRetrieval, UpstreamTrainer):
             self._bar.expect(windows.rows_until(max_steps), windows.rows_until(step), args.dataset_world_size)
         self._windows = windows
         try:
-            with swapped(args, self._shown(max_steps)) as self._real:
+            with ending_together(), swapped(args, self._shown(max_steps)) as self._real:
                 return super().train(checkpoint, ignore_keys_for_eval)
         finally:
             self._windows, self._real, self.is_in_train = None, {}, False

@@ -9,7 +9,7 @@ import time
 import paddle
 import pytest
 
-from paddle_infcl.distributed import exchange
+from paddle_infcl.distributed import exchange, watch
 from paddle_infcl.distributed.exchange import Exchange
 from tests.distributed.launcher import run
 
@@ -85,3 +85,34 @@ def test_errors_in_the_background_arrive_at_the_wait(monkeypatch):
     with pytest.raises(RuntimeError, match=r"passing tensors to the next process failed: gone.*first error") as caught:
         wait()
     assert str(caught.value.__cause__) == "gone"
+
+
+@pytest.mark.parametrize("what, codes", [("dies", [1, 3, 1]), ("ends", [0, 0, 0]), ("catches", [0, 0, 0])])
+def test_processes_that_watch_each_other(what, codes):
+    """A death ends processes that wait for nothing that would fail; a normal end, or an error on all, ends nobody."""
+    found, outputs = run(3, ["tests/distributed/check_watch.py", what], timeout=50)
+    assert found == codes, outputs
+    if what == "dies":
+        assert "process 1 of 3 has ended before its work was done: this process ends too, within 2 s" in outputs[0]
+        assert "process 0 of 3 has ended before its work was done" in outputs[2]
+    else:
+        assert all("done" in text for text in outputs)
+
+
+def test_one_process_watches_nobody():
+    with watch.ending_together():
+        pass
+
+
+def test_processes_that_cannot_reach_each_other_say_so(monkeypatch):
+    def fail():
+        raise OSError("no route")
+
+    messages = []
+    monkeypatch.setattr(watch.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(watch.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(watch, "_connect", fail)
+    monkeypatch.setattr(watch, "warn_once", lambda key, message: messages.append(message))
+    with watch.ending_together():
+        pass
+    assert len(messages) == 1 and "do not watch each other" in messages[0] and "no route" in messages[0]

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The choice of a strategy, and what processes tell each other, without processes."""
+
+from __future__ import annotations
+
+import paddle
+import pytest
+
+from paddle_infcl.distributed import negatives
+from paddle_infcl.distributed.columns import header_of, layout_from, numbered_owners
+from paddle_infcl.distributed.negatives import check_strategy, choose_strategy, gathered_bytes, global_info_nce
+from paddle_infcl.distributed.ranks import Ranks
+from paddle_infcl.functional.blocks import Block, Guide
+
+
+def block(B=2, N=3, D=4, dtype="float32", **fields):
+    return Block(paddle.ones([B, D], dtype), paddle.ones([N, D], dtype), own=paddle.arange(B), **fields)
+
+
+def layout(*groups):
+    """Of processes with these blocks; the first one's."""
+    scale = paddle.ones([])
+    return layout_from(groups[0], [header_of(g, scale) for g in groups])
+
+
+def test_sizes_of_all_processes():
+    mine, others = [[block(2, 3)]], [[block(1, 5)]]
+    found = layout(mine, others, [[block(0, 0)]])
+    assert (found.rows, found.counts, found.rights) == ([2, 1, 0], [[3], [5], [0]], 1)
+    assert not found.differentiates
+    wants = block()
+    wants.left.stop_gradient = False
+    assert layout(mine, [[wants]]).differentiates
+
+
+def test_a_tensor_in_two_fields_is_shared_once_if_so_everywhere():
+    """Without hard negatives passages and positives may be one tensor here and two elsewhere."""
+
+    def blocks(same):
+        q, p = paddle.ones([2, 4]), paddle.ones([2, 4])
+        return [[Block(q, p, own=paddle.arange(2)), Block(p, p if same else paddle.ones([2, 4]))]]
+
+    assert len(layout(blocks(True), blocks(True)).entries) == 1
+    found = layout(blocks(True), blocks(False))
+    assert len(found.entries) == 2 and found.places == {(0, 0, "right"): 0, (0, 1, "right"): 1}
+
+
+def test_local_blocks_are_not_shared():
+    found = layout([[block(), block(local=True)]], [[block(), block(local=True)]])
+    assert list(found.places) == [(0, 0, "right")]
+
+
+def test_owners_are_numbered_over_all_processes():
+    owner = paddle.to_tensor([0, 1, -1])
+    groups = [[block(owner=owner, owner_rule="only"), block(owner=owner, owner_rule="only", local=True)]]
+    found = layout(groups, groups)
+    numbered = numbered_owners(groups, found, 1)
+    for one in numbered[0]:
+        assert (one.owner.tolist(), one.row_offset) == ([2, 3, -1], 2)
+    assert found.entries[found.places[0, 0, "owner"]] is numbered[0][0].owner
+    assert groups[0][0].owner is owner and groups[0][0].row_offset == 0
+
+
+IDS = {"row_ids": paddle.ones([2], "int64"), "column_ids": paddle.ones([3], "int64")}
+GUIDE = Guide(paddle.ones([2, 5]), paddle.ones([3, 5]), paddle.ones([2]))
+
+
+@pytest.mark.parametrize(
+    "other, what",
+    [
+        ([[block(), block()]], "number of blocks"),
+        ([[block(**IDS)]], r"number of tensors \(ids, guide vectors\)"),
+        ([[block(D=5)]], "width"),
+        ([[block(dtype="float64")]], "dtype"),
+    ],
+)
+def test_processes_that_disagree(other, what):
+    with pytest.raises(ValueError, match="differ in the " + what):
+        layout([[block()]], other)
+    with pytest.raises(ValueError, match="ids or guide vectors on all of them or on none"):
+        layout(other, [[block()]])
+
+
+def test_too_many_tensors():
+    with pytest.raises(ValueError, match="61 tensors to share between processes; at most 60"):
+        header_of([[block() for _ in range(61)]], paddle.ones([]))
+
+
+def test_auto_goes_by_size_and_says_so_once(monkeypatch):
+    messages = []
+    monkeypatch.setattr(negatives, "_told", set())
+    monkeypatch.setattr(negatives.logger, "info", messages.append)
+    groups = [[block(2, 1000, 8, guide=Guide(paddle.ones([2, 5]), paddle.ones([1000, 5]), paddle.ones([2])))]]
+    found = layout(groups, groups)
+    # Vectors, their gradients and the sums of these in float32; the guide's vectors.
+    assert gathered_bytes(found) == 2000 * (8 * (4 + 4 + 4) + 5 * 4)
+    assert choose_strategy("auto", found) == choose_strategy("auto", found) == "gather"
+    monkeypatch.setitem(negatives.GATHER_LIMIT, "cpu", gathered_bytes(found) - 1)
+    assert choose_strategy("auto", found, rank=1) == "ring"
+    assert choose_strategy("auto", found) == "ring"
+    assert len(messages) == 2 and "auto takes gather" in messages[0] and "auto takes ring" in messages[1]
+    assert [choose_strategy(s, found) for s in ("gather", "ring")] == ["gather", "ring"]
+
+
+def test_wrong_options():
+    with pytest.raises(ValueError, match="negatives_strategy: 'rnig' is none of auto, gather, ring, local"):
+        check_strategy("rnig")
+
+    class Two(Ranks):
+        world = 2
+
+    with pytest.raises(ValueError, match="ring has no label_smoothing; take gather"):
+        global_info_nce([[block()]], temperature=1.0, ranks=Two(), strategy="ring", label_smoothing=0.1)
+
+
+def test_one_process_needs_no_messages():
+    value = global_info_nce(
+        [[block(dtype="float64")]], temperature=1.0, ranks=Ranks(), strategy="ring", backend="paddle"
+    )
+    assert float(value) == pytest.approx(1.0986122886681098)  # three equal candidates: log 3
