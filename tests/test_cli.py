@@ -12,8 +12,9 @@ import pytest
 import yaml
 
 from paddle_infcl import kernels
+from paddle_infcl.checks import ConfigError, Problem
 from paddle_infcl.cli import main
-from paddle_infcl.commands import estimate
+from paddle_infcl.commands import estimate, train
 from tests.training import make_model, make_tokenizer, write_pairs
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -177,6 +178,22 @@ def test_a_backend_that_cannot_run_stops_the_start(folder, tmp_path, caplog, mon
     values = options(folder, tmp_path / "out", inf_cl_backend="triton")
     assert main(["train", write_config(tmp_path / "c.yaml", values)]) == 1
     assert "no such thing" in caplog.text
+
+
+def test_the_fallback_is_said_before_the_model_loads(folder, tmp_path, caplog, monkeypatch):
+    kernels._load_ops.cache_clear()
+    monkeypatch.setitem(sys.modules, "paddle_infcl_ops", None)
+
+    def load_model(config):
+        assert caplog.text.count("the Triton kernels are not used: the package paddle_infcl_ops") == 1
+        raise ConfigError([Problem("model", "here", "far enough")])
+
+    monkeypatch.setattr(train, "load_model", load_model)
+    try:
+        assert main(["train", write_config(tmp_path / "c.yaml", options(folder, tmp_path / "out"))]) == 1
+    finally:
+        kernels._load_ops.cache_clear()
+    assert "far enough" in caplog.text
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)

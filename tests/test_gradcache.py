@@ -12,6 +12,7 @@ from paddle.base import core
 from paddle_infcl import gradcache
 from paddle_infcl.functional import inf_cl_loss
 from paddle_infcl.gradcache import RandomState, window_loss, window_step, window_targets
+from paddle_infcl.losses import InfCLLoss
 
 VOCABULARY, HIDDEN, DIM = 50, 32, 16
 
@@ -329,6 +330,26 @@ def test_learnable_temperature_gets_its_gradient():
         step(encoder, window, Recorder(temperature=temperature))
         grads.append(float(temperature.grad))
     assert grads[0] == grads[1] != 0
+
+
+@pytest.mark.parametrize("dims", [[4, DIM], [DIM, 4]])
+def test_matryoshka_with_cached_representations(dims):
+    window, encoder, weights = (
+        make_window(3, 4),
+        make_encoder(dropout=0.0),
+        dict(zip(sorted(dims), (0.5, 1.0), strict=True)),
+    )
+    loss = InfCLLoss(0.05, matryoshka_dims=dims, matryoshka_weights=[weights[d] for d in dims], backend="paddle")
+    step = window_step(encoder, window, loss)
+    got = gradients(encoder)
+    q, p = encoder(joined(window)[0])
+    want = 0.0
+    for d, weight in weights.items():
+        sides = (nn.functional.normalize(x[:, :d]) for x in (q, p))
+        want = want + weight * inf_cl_loss(*sides, temperature=0.05, backend="dense")
+    want.backward()
+    assert float(step.loss) == pytest.approx(float(want), rel=1e-5)
+    assert_same_gradients(got, gradients(encoder))
 
 
 def test_loss_without_gradient_equals_training():

@@ -2,16 +2,21 @@
 """The trainer: windows, the one objective, logging, evaluation, what it takes from PaddleNLP."""
 
 import json
+import sys
+import types
+from types import SimpleNamespace
 
 import numpy as np
 import paddle
 import pytest
+from paddlenlp.trainer.trainer_utils import ShardingOption
 
+from paddle_infcl import kernels
 from paddle_infcl.arguments import ConfigError
 from paddle_infcl.data.jsonl import load_pairs
 from paddle_infcl.data.rows import DataError
 from paddle_infcl.evaluation.retrieval import RetrievalEvaluator
-from paddle_infcl.trainer import EmbeddingTrainer
+from paddle_infcl.trainer import EmbeddingTrainer, evaluation
 from tests.training import losses, make_arguments, make_model, make_tokenizer, make_trainer, write_pairs
 
 
@@ -135,6 +140,44 @@ def test_hard_negatives_count_and_change_the_loss(tmp_path):
     assert found[3]["loss"] > found[1]["loss"]
 
 
+def test_one_hard_negative_matters(tmp_path):
+    """Another text in the place of one row's negative changes the loss, and for the other rows as well."""
+    first = write_pairs(tmp_path / "a.jsonl", 4, negatives=1)
+    rows = [json.loads(line) for line in first.read_text().splitlines()]
+    rows[2]["neg_passage"] = [rows[2]["query"]]
+    second = tmp_path / "b.jsonl"
+    second.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    trainer = make_trainer(tmp_path, tmp_path / "out", pairs=first, group_size=2)
+    per_row, function = [], trainer.loss_fn.forward
+
+    def loss(q, p, own, **targets):
+        per_row.append([float(function(q[i : i + 1], p, own[i : i + 1])) for i in range(4)])
+        return function(q, p, own, **targets)
+
+    trainer.loss_fn.forward = loss
+    values = [trainer.evaluate(load_pairs(file))["eval_loss"] for file in (first, second)]
+    assert abs(values[1] - values[0]) > 1e-3
+    assert all(abs(a - b) > 1e-9 for a, b in zip(*per_row, strict=True))
+
+
+@pytest.mark.parametrize("broken", ["missing", "broken"])
+def test_training_goes_on_without_the_kernels(tmp_path, monkeypatch, caplog, broken):
+    module = None
+    if broken == "broken":
+        module = types.ModuleType("paddle_infcl_ops")
+        module.__getattr__ = lambda name: (_ for _ in ()).throw(OSError("libcuda.so.1 is gone"))
+    kernels._load_ops.cache_clear()
+    monkeypatch.setitem(sys.modules, "paddle_infcl_ops", module)
+    try:
+        trainer = make_trainer(tmp_path, tmp_path / "out", inf_cl_backend="auto", max_steps=2)
+        trainer.train()
+    finally:
+        kernels._load_ops.cache_clear()
+    assert len(losses(trainer)) == 2
+    cause = "libcuda.so.1 is gone" if broken == "broken" else "paddle_infcl_ops"
+    assert caplog.text.count("the Triton kernels are not used") == 1 and cause in caplog.text
+
+
 def test_the_bar_counts_pairs(tmp_path, monkeypatch):
     from paddle_infcl.trainer import callbacks
 
@@ -224,6 +267,12 @@ def test_options_that_this_trainer_cannot_honour(tmp_path):
             tokenizer=make_tokenizer(tmp_path / "tokenizer"),
         )
     assert {p.option for p in caught.value.problems} == {"count_trained_tokens", "context_parallel_degree"}
+    # GradCache's micro-batches add to gradients that these stages have given away.
+    for stage in ("stage2", "stage3"):
+        args = make_arguments(tmp_path)
+        args.sharding = [ShardingOption(stage)]
+        with pytest.raises(ConfigError, match="must keep until the last micro-batch: take stage1"):
+            EmbeddingTrainer(model=make_model(), args=args, tokenizer=make_tokenizer(tmp_path / "tokenizer"))
 
 
 def test_a_foreign_dataset_and_collator(tmp_path):
@@ -354,6 +403,36 @@ def test_evaluation_encodes_as_training_does(tmp_path):
     assert trainer.evaluate(metric_key_prefix="test")["test_x"] == 0.0
     ((query, passage),) = kinds
     assert query.shape == passage.shape == (1, 32) and np.abs(query - passage).max() > 1e-3
+
+
+def test_processes_share_the_encoding(tmp_path, monkeypatch):
+    """7 texts over 3 processes, 2 of each at a time: the last exchange has one text, and nothing for two of them."""
+    texts = ["bal", "bam dem", "ban", "fal kul gon", "bil", "bom bun", "kul"]
+    trainer = make_trainer(tmp_path, tmp_path / "out")
+    want = trainer.encode(texts, "query")
+    monkeypatch.setattr(evaluation, "_ENCODE_BLOCK", 2)
+    shares = {rank: [] for rank in range(3)}
+
+    def as_process(rank, exchange):
+        calls = iter(range(9))
+        monkeypatch.setattr(
+            evaluation, "gather_constants", lambda own, ranks, sizes: exchange(own, sizes, next(calls))
+        )
+        trainer.loss_fn._ranks = SimpleNamespace(world=3, rank=rank)
+        return trainer.encode(texts, "query")
+
+    for rank in shares:
+
+        def note(own, sizes, call, rank=rank):
+            assert own.shape == [sizes[rank], 32]
+            shares[rank].append(own)
+            return paddle.zeros([sum(sizes), 32])
+
+        as_process(rank, note)
+    assert [[len(own) for own in s] for s in shares.values()] == [[2, 1], [2, 0], [2, 0]]
+    for rank in shares:
+        got = as_process(rank, lambda own, sizes, call: paddle.concat([s[call] for s in shares.values()]))
+        np.testing.assert_allclose(got, want, atol=1e-6)
 
 
 # What is saved.

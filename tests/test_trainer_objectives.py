@@ -203,6 +203,34 @@ def test_missing_fields_are_named(option, tmp_path):
         trainer.data_collator([trainer.train_dataset[0]])
 
 
+def test_a_window_can_be_used_twice(guide_folder, tmp_path):
+    """Neither the model, nor the guide, nor the loss changes what it gets: the same window gives the same again."""
+    pairs = write_pairs(tmp_path / "pairs.jsonl", 12, negatives=2)
+    data = with_fields(pairs, 12, lambda row: {"pos_scores": [0.9], "neg_scores": [0.5] * len(row["neg_passage"])})
+    for option in ({"distillation": "kl"}, options("guided", guide_folder)):
+        trainer = make_trainer(tmp_path, tmp_path / "out", pairs=data, dropout=0.0, group_size=3, **option)
+        (window,) = list(trainer.get_train_dataloader())
+        copies = {id(t): t.numpy().copy() for batch in window for t in tensors(batch)}
+        found = []
+        for _ in range(2):
+            loss = trainer.training_step(trainer.model, window)
+            found.append(
+                (float(loss), [p.grad.numpy().copy() for p in trainer.model.parameters() if p.grad is not None])
+            )
+            trainer.model.clear_gradients()
+        assert found[0][0] == found[1][0] and len(found[0][1]) > 10
+        for a, b in zip(found[0][1], found[1][1], strict=True):
+            np.testing.assert_array_equal(a, b)
+        now = {id(t): t.numpy() for batch in window for t in tensors(batch)}
+        assert now.keys() == copies.keys() and all((now[k] == copies[k]).all() for k in now)
+
+
+def tensors(value):
+    if isinstance(value, dict):
+        return [t for v in value.values() for t in tensors(v)]
+    return [value]
+
+
 def test_a_collator_that_knows_no_guide(guide_folder, tmp_path):
     trainer = make_trainer(
         tmp_path, tmp_path / "out", rows=12, objective="guided", guide_model_name_or_path=str(guide_folder)

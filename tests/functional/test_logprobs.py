@@ -251,6 +251,24 @@ def test_a_slice_is_not_copied_as_a_whole(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_training_step_takes_one_gradient_at_most(backend, inplace, monkeypatch):
+    """Beside the logits there is their gradient, and with inplace_backward not even that."""
+    from paddle.base import core
+
+    B, T, V = (4, 33, 5000) if backend == "paddle" else (2, 9, 5000)
+    z, labels, _, _ = make((B, T, V), short=1)
+    z.stop_gradient, labels, size = False, paddle.to_tensor(labels), B * T * V * 4
+    monkeypatch.setattr(module, "_CPU_CHUNK", 2**16)
+    logits = z * 1.0 if inplace else z
+    core.host_memory_stat_reset_peak_value("Allocated", 0)
+    before = core.host_memory_stat_current_value("Allocated", 0)
+    logprobs_of_labels(logits, labels, backend=backend, inplace_backward=inplace).sum().backward()
+    assert core.host_memory_stat_peak_value("Allocated", 0) - before < size * 1.25
+    assert z.grad is not None
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("short", [0, 1])
 @pytest.mark.parametrize("entropy", [False, True])
 def test_the_gradient_may_lie_over_the_logits(backend, short, entropy):
