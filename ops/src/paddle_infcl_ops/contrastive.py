@@ -9,10 +9,13 @@ See one_pass.py and two_pass.py for the formulas and for what is saved.
 
 from __future__ import annotations
 
+import sys
+
 import paddle
+import triton
 from paddle.autograd import PyLayer
 
-from . import one_pass, two_pass
+from . import one_pass, static, two_pass
 from .dispatch import launch
 from .driver import empty, is_interpreting
 from .gradients import Gradient, scaled
@@ -24,6 +27,18 @@ _DTYPES = (paddle.float32, paddle.float16, paddle.bfloat16)
 _LEAST_BUDGET = 256 << 20
 
 
+def _as_it_is(function):
+    """Keeps to_static from rewriting a function that knows static graphs itself.
+
+    Where a graph may break (full_graph=False) it breaks here; in a full graph the function adds an operator.
+    """
+    marker = getattr(paddle.jit, "marker", None)
+    if hasattr(marker, "force_dynamic"):
+        marker.force_dynamic(function)
+    return paddle.jit.not_to_static(function)
+
+
+@_as_it_is
 def info_nce(groups, *, scale, row_weights, memory_budget: int | None = None):
     """Contrastive loss over groups of blocks, with gradients for every left, every right and the scale.
 
@@ -43,6 +58,8 @@ def info_nce(groups, *, scale, row_weights, memory_budget: int | None = None):
         ValueError: shapes that don't fit, no block with `own` in a group, a budget that is not positive.
     """
     groups = [list(group) for group in groups]
+    if not paddle.in_dynamic_mode():
+        return static.info_nce(info_nce, groups, scale, row_weights, memory_budget)
     tensors = _distinct(t for group in groups for block in group for t in (block.left, block.right))
     _check(groups, tensors, memory_budget)
     if isinstance(row_weights, paddle.Tensor):
@@ -55,9 +72,8 @@ def info_nce(groups, *, scale, row_weights, memory_budget: int | None = None):
     learns = paddle.is_grad_enabled()
     wanted = [learns and not t.stop_gradient for t in tensors]
     job = _Job(groups, tensors, scale, row_weights, memory_budget, wanted, learns)
-    if isinstance(scale, paddle.Tensor):
-        return _InfoNCE.apply(job, scale, *tensors)
-    return _InfoNCE.apply(job, *tensors)
+    with static.Untraced():
+        return _InfoNCE.apply(job, scale, *tensors) if job.scale_is_tensor else _InfoNCE.apply(job, *tensors)
 
 
 class _InfoNCE(PyLayer):
@@ -297,5 +313,7 @@ def _check(groups, tensors, memory_budget):
             if block.left.shape[0] != rows:
                 raise ValueError(f"groups[{g}]: a block has {block.left.shape[0]} rows, the first one {rows}")
 
+
+static.keep_out(sys.modules[__package__], triton)
 
 __all__ = ["block_grads", "block_lse", "info_nce", "own_similarity"]
