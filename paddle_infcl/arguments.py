@@ -356,7 +356,7 @@ def _coerce(value, kind):
         (item,) = typing.get_args(kind) or (str,)
         return _coerce_list(value, item)
     if origin is dict or kind is dict:
-        value = json.loads(value) if isinstance(value, str) else value
+        value = _json(value, "a mapping") if isinstance(value, str) else value
         if not isinstance(value, dict):
             raise ValueError("a mapping")
         return value
@@ -387,12 +387,19 @@ def _coerce(value, kind):
 
 def _coerce_list(value, item):
     if isinstance(value, str) and value.strip().startswith("["):
-        value = json.loads(value)
+        value = _json(value, "a list, such as [64, 128]")
     elif isinstance(value, str) and item is not str:
         value = value.replace(",", " ").split()
     if not isinstance(value, list | tuple):
         value = [value]
     return [_coerce(v, item) for v in value]
+
+
+def _json(text: str, what: str):
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise ValueError(what) from None
 
 
 def _kind_name(kind) -> str:

@@ -56,12 +56,15 @@ class SentenceConfig:
     subfolder: str = ""
 
 
-def read_json(path: Path):
-    """The content of a JSON file; ValueError names a file that is not JSON."""
+def read_json(path: Path, kind: type = dict):
+    """The content of a JSON file; ValueError names a file that is not JSON, or holds something else than a `kind`."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(content, kind):
+        raise ValueError(f"{path}: must hold a JSON {'object' if kind is dict else 'array'}")
+    return content
 
 
 def _pooling_of(path: Path) -> str:
@@ -97,7 +100,7 @@ def read_sentence_config(folder: str | Path, *, pooling: str | None = None) -> S
     found = SentenceConfig(pooling=pooling)
     if (folder / "modules.json").is_file():
         found.normalize = False
-        for module in read_json(folder / "modules.json"):
+        for module in read_json(folder / "modules.json", list):
             kind, path = module["type"].rsplit(".", 1)[-1], module.get("path", "")
             if kind == "Transformer":
                 found.subfolder = path
@@ -115,10 +118,15 @@ def read_sentence_config(folder: str | Path, *, pooling: str | None = None) -> S
     # sentence_bert_config.json, sentence_roberta_config.json, ...: the name varies with the model's type.
     for path in sorted((folder / found.subfolder).glob("sentence_*_config.json")):
         length = read_json(path).get("max_seq_length")
-        found.max_seq_length = int(length) if length else None
+        if length is not None and not (isinstance(length, int) and length > 0):
+            raise ValueError(f"{path}: max_seq_length is {length!r}; a whole number of tokens from 1 on, or null")
+        found.max_seq_length = length
     if (folder / "config_sentence_transformers.json").is_file():
         config = read_json(folder / "config_sentence_transformers.json")
-        found.prompts = dict(config.get("prompts") or {})
+        prompts = config.get("prompts") or {}
+        if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
+            raise ValueError(f"{folder / 'config_sentence_transformers.json'}: prompts must be texts by their names")
+        found.prompts = prompts
         found.default_prompt_name = config.get("default_prompt_name")
     return found
 
@@ -230,6 +238,8 @@ def read_weights(files: Iterable[Path], read_pytorch: Callable[[str], dict]) -> 
             part, metadata = read_safetensors(path)
             declared = metadata.get("format", declared)
         elif path.suffix == ".pdparams":
+            if path.stat().st_size == 0:  # Paddle's error does not name it
+                raise ValueError(f"{path}: is empty")
             part = paddle.load(str(path), return_numpy=True)
             part.pop("StructuredToParameterName@@", None)
             declared = "paddle"

@@ -278,12 +278,13 @@ def _check_device(v, found: Checked) -> None:
 
 
 def model_config(path: str | None) -> dict:
-    """config.json of a local model folder; empty where there is none."""
+    """config.json of a local model folder; empty where there is none, and where loading will say what is wrong."""
     file = Path(os.path.expanduser(path or "")) / "config.json"
     try:
-        return json.loads(file.read_text(encoding="utf-8")) if path and file.is_file() else {}
+        content = json.loads(file.read_text(encoding="utf-8")) if path and file.is_file() else {}
     except ValueError:
         return {}
+    return content if isinstance(content, dict) else {}
 
 
 def _looks_local(path: str) -> bool:
@@ -303,10 +304,11 @@ def _check_model(v, found: Checked) -> None:
     config = model_config(name)
     width = config.get("hidden_size")
     for dim in v.embedding_matryoshka_dims or []:
-        if width and dim > width:
+        if isinstance(width, int) and dim > width:
             message = f"{dim} is above the model's width, {width}"
             found.problems.append(Problem("embedding_matryoshka_dims", v.embedding_matryoshka_dims, message))
     positions = config.get("max_position_embeddings")
+    positions = positions if isinstance(positions, int) else None
     if positions and config.get("model_type") in ("roberta", "xlm-roberta", "camembert"):
         positions -= config.get("pad_token_id", 1) + 1  # these count positions from pad_token_id + 1
     for option in ("max_query_len", "max_passage_len"):

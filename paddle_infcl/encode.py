@@ -91,6 +91,8 @@ def encode_file(
             `encode_texts`.
     """
     source, target = Path(source), Path(target)
+    if target.exists() and not target.is_file():
+        raise ValueError(f"{target}: is there and no file, so it can't be replaced by the result: name a .npy file")
     count = sum(1 for _ in _lines(source, field))
     if not count:
         raise ValueError(f"{source}: no texts in it")

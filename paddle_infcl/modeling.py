@@ -273,7 +273,11 @@ def load_tokenizer(path):
         files = tokenizer_class.resource_files_names
         needed = [files["tokenizer_file"]] if "tokenizer_file" in files else list(files.values())
         if all((folder / file).is_file() for file in needed):
-            return tokenizer_class.from_pretrained(str(folder))
+            try:
+                return tokenizer_class.from_pretrained(str(folder))
+            except (AssertionError, LookupError, TypeError) as error:
+                said = f"{tokenizer_class.__name__} can't read {', '.join(needed)}: {error}"
+                raise ValueError(f"{folder}: {said}") from error
         wanted.append(f"{tokenizer_class.__name__} needs {', '.join(needed)}")
     raise ValueError(f"{folder}: no tokenizer ({name or 'no class is named'}): {'; '.join(wanted)}")
 
@@ -350,11 +354,18 @@ def _load_backbone(folder: Path, dtype: str, overrides: dict):
     raw = checkpoints.read_json(folder / "config.json")
     if raw.get("position_embedding_type", "absolute") != "absolute":
         raise ValueError(f"{folder}: position_embedding_type '{raw['position_embedding_type']}' is not in PaddleNLP")
+    if not isinstance(raw.get("model_type"), str):
+        raise ValueError(f"{folder / 'config.json'}: no model_type, such as bert: PaddleNLP cannot tell what it is")
     config = _override(AutoConfig.from_pretrained(str(folder)), dtype, overrides)
     model_class = _backbone_class(config)
     files = checkpoints.find_weights(folder)
     tensors, declared = checkpoints.read_weights(files, load_torch)
-    model = model_class._from_config(config, dtype=dtype)
+    try:
+        model = model_class._from_config(config, dtype=dtype)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{folder / 'config.json'}: PaddleNLP can't make a {model_class.__name__}: {error}"
+        ) from error
     if "layer_norm_eps" in raw:
         # ErnieModel fixes its own; the checkpoint was trained with this one.
         for layer in model.sublayers():

@@ -419,3 +419,15 @@ def test_files_that_say_two_things_or_nothing(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=re.escape(f"{tmp_path / name}: {message}")):
         parse_config([str(tmp_path / name)])
+
+
+def test_lists_that_end_too_early(minimal):
+    found = wrong({**minimal, "embedding_matryoshka_dims": "[8,"})
+    assert found == {"embedding_matryoshka_dims": "must be a list, such as [64, 128]"}
+
+
+def test_a_model_folder_with_a_broken_config(minimal, folder):
+    """Loading the model says what is wrong with it."""
+    for content in ("[]", '{"hidden_size": "32", "max_position_embeddings": "x"}'):
+        (folder / "model" / "config.json").write_text(content)
+        assert parse_config({**minimal, "embedding_matryoshka_dims": [8]})

@@ -2,6 +2,7 @@
 """Texts to vectors: order, batches, modes, files."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import paddle
@@ -172,3 +173,11 @@ def test_an_error_while_encoding_leaves_the_old_result(model, tokenizer, tmp_pat
         encode_file(model, tokenizer, source, out)
     assert out.read_bytes() == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.txt", "out.npy"]
+
+
+def test_devices_and_folders_are_not_replaced(model, tokenizer, tmp_path):
+    (tmp_path / "a.txt").write_text("a\n")
+    (tmp_path / "folder").mkdir()
+    for target in (tmp_path / "folder", Path("/dev/null")):
+        with pytest.raises(ValueError, match=f"{target}: is there and no file"):
+            encode_file(model, tokenizer, tmp_path / "a.txt", target)

@@ -404,7 +404,21 @@ FILE = "model-00001-of-00002.safetensors"
         (lambda f: replace(f, FILE, b""), rf"{FILE}: not a safetensors file"),
         (lambda f: (f / "config.json").unlink(), r"no config\.json"),
         (lambda f: replace(f, "config.json", b"{"), r"config\.json: not valid JSON"),
+        (lambda f: replace(f, "config.json", b"[]"), r"config\.json: must hold a JSON object"),
+        (lambda f: replace(f, "modules.json", b"{}"), r"modules\.json: must hold a JSON array"),
         (lambda f: (f / "model.safetensors.index.json").unlink(), "no weights; expected model.safetensors, "),
+        (
+            lambda f: [replace(f, "model_state.pdparams", b""), (f / "model.safetensors.index.json").unlink()],
+            r"model_state\.pdparams: is empty",
+        ),
+        (
+            lambda f: replace(f, "sentence_bert_config.json", b'{"max_seq_length": "x"}'),
+            r"sentence_bert_config\.json: max_seq_length is 'x'; a whole number",
+        ),
+        (
+            lambda f: replace(f, "config_sentence_transformers.json", b'{"prompts": ["x"]}'),
+            r"config_sentence_transformers\.json: prompts must be texts by their names",
+        ),
     ],
 )
 def test_damaged_folders(folder, damage, text):
@@ -417,6 +431,9 @@ def test_damaged_folders(folder, damage, text):
     ("change", "text"),
     [
         ({"model_type": "modernbert"}, "modernbert"),
+        ({"model_type": None}, r"config\.json: no model_type"),
+        ({"num_attention_heads": 5}, r"config\.json: PaddleNLP can't make a BertModel: embed_dim must be divisible"),
+        ({"hidden_size": "32"}, r"config\.json: PaddleNLP can't make a BertModel"),
         ({"position_embedding_type": "relative_key"}, "position_embedding_type 'relative_key' is not in PaddleNLP"),
     ],
 )

@@ -115,3 +115,10 @@ def test_no_tokenizer_files(tmp_path):
     write_huggingface(backbone("bert"), tmp_path)
     with pytest.raises(ValueError, match=r"no tokenizer .*BertTokenizer needs vocab\.txt; .*tokenizer\.json"):
         load_tokenizer(tmp_path)
+
+
+def test_a_vocabulary_that_cannot_be_read(tmp_path):
+    write_bert_vocabulary(tmp_path)
+    (tmp_path / "vocab.txt").write_text("")
+    with pytest.raises(ValueError, match=r"BertTokenizer can't read vocab\.txt"):
+        load_tokenizer(tmp_path)

@@ -44,15 +44,18 @@ def make_evaluator(
 
 
 def _first_row(path: str) -> dict:
-    with open(path, encoding="utf-8") as stream:
-        row = json.loads(stream.readline() or "{}")
+    try:
+        with open(path, encoding="utf-8-sig") as stream:
+            row = json.loads(stream.readline() or "{}")
+    except ValueError:  # reading the file will say where and why
+        return {}
     return row if isinstance(row, dict) else {}
 
 
 def _groups_of(path: str, field: str) -> dict[str, str]:
     """The group of each query of a queries file, by id."""
     groups = {}
-    with open(path, encoding="utf-8") as stream:
+    with open(path, encoding="utf-8-sig") as stream:
         for number, line in enumerate(stream, 1):
             if line.strip():
                 row = json.loads(line)
@@ -88,6 +91,8 @@ def evaluate(options) -> int:
     source = options.pairs or options.queries
     if not source:
         raise ValueError("evaluate needs --pairs, or --queries, --corpus and --qrels")
+    if options.output and os.path.exists(options.output) and not os.path.isfile(options.output):
+        raise ValueError(f"--output {options.output}: is there and no file, so it can't be replaced")
     field = options.group_field or (_DEFAULT_GROUP if _DEFAULT_GROUP in _first_row(source) else None)
     evaluator = make_evaluator(options.pairs, options.queries, options.corpus, options.qrels, group_field=field)
     model, tokenizer = load_for_inference(options)

@@ -260,15 +260,26 @@ def _bad_lines(path, bad: list[tuple[int, str]]) -> None:
         raise ValueError(f"{len(bad):,} lines of {path} cannot be used:\n{shown}{more}")
 
 
+class _NotText(ValueError):
+    """A line that is not UTF-8."""
+
+
+def _decoded(line: bytes, number: int) -> str:
+    try:
+        return line.decode("utf-8-sig" if number == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        raise _NotText(f"not UTF-8: byte 0x{line[error.start]:02x} at {error.start}; save the file as UTF-8") from None
+
+
 def _rows(path) -> Iterator[tuple[int, dict | str]]:
     """(line number, the object or a string that says what is wrong) of a JSONL file; empty lines are passed over."""
-    with open(path, encoding="utf-8-sig") as stream:
+    with open(path, "rb") as stream:
         for number, line in enumerate(stream, 1):
             if line.strip():
                 try:
-                    row = json.loads(line)
+                    row = json.loads(_decoded(line, number))
                 except ValueError as error:
-                    row = f"not JSON: {error}"
+                    row = str(error) if isinstance(error, _NotText) else f"not JSON: {error}"
                 else:
                     row = row if isinstance(row, dict) else "not a JSON object"
                 yield number, row
@@ -306,8 +317,13 @@ def _read_texts(path, need_id: bool = True) -> dict[str, str]:
 def _read_qrels(path) -> dict[str, dict[str, int]]:
     qrels: dict[str, dict[str, int]] = {}
     bad = []
-    with open(path, encoding="utf-8-sig") as stream:
-        for number, line in enumerate(stream, 1):
+    with open(path, "rb") as stream:
+        for number, raw in enumerate(stream, 1):
+            try:
+                line = _decoded(raw, number)
+            except _NotText as error:
+                bad.append((number, str(error)))
+                continue
             parts = line.rstrip("\r\n").split("\t") if "\t" in line else line.split()
             if not parts or (number == 1 and parts[0].lower() in ("query-id", "query_id", "qid", "query")):
                 continue

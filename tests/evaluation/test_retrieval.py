@@ -181,3 +181,13 @@ def test_qrels_in_trecs_columns(tmp_path):
 def test_files_that_are_wrong(tmp_path, change, text):
     with pytest.raises(ValueError, match=text):
         RetrievalEvaluator.from_files(*beir(tmp_path, **change))
+
+
+@pytest.mark.parametrize("place, name", enumerate(["queries.jsonl", "corpus.jsonl", "qrels.tsv"]))
+def test_files_in_another_encoding(tmp_path, place, name):
+    files = beir(tmp_path)
+    with open(files[place], "ab") as stream:
+        stream.write("\u00e9\n".encode("latin-1"))
+    line = len(open(files[place], "rb").readlines())
+    with pytest.raises(ValueError, match=rf"{name}:{line}: not UTF-8: byte 0xe9 at 0; save the file as UTF-8"):
+        RetrievalEvaluator.from_files(*files)
