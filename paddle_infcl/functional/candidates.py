@@ -49,15 +49,18 @@ class Candidates:
         return paddle.arange(self.rows, dtype="int64")
 
     @classmethod
-    def from_columns(cls, columns: Sequence[Tensor], normalize: bool = True) -> Candidates:
+    def from_columns(
+        cls, columns: Sequence[Tensor], column_ids: Sequence[Tensor] | None = None, normalize: bool = True
+    ) -> Candidates:
         """From [anchor, positive, negative 1, ...], as sentence-transformers has them.
 
         Args:
             columns: two or more tensors [B, D] of one dtype.
+            column_ids: [B] or [B, K] int64 per column; None without ids. The first are those of the rows.
             normalize: scale all vectors to length 1.
 
         Raises:
-            ValueError: fewer than two columns, or columns of different shapes or dtypes.
+            ValueError: fewer than two columns, columns of different shapes or dtypes, or ids for not all of them.
         """
         if len(columns) < 2:
             raise ValueError(f"columns: anchors and positives are needed at least, got {len(columns)} of them")
@@ -68,9 +71,13 @@ class Candidates:
                     f"columns[{k}]: has {column.dtype} of shape {list(column.shape)}; all columns need the shape "
                     f"[rows, width] and the dtype of the first one, {first.dtype} of shape {list(first.shape)}"
                 )
+        if column_ids is not None and len(column_ids) != len(columns):
+            raise ValueError(f"column_ids: {len(column_ids)} of them for {len(columns)} columns; one each is needed")
+        query_ids, document_ids = (None, []) if column_ids is None else (column_ids[0], list(column_ids[1:]))
         vectors = [l2_normalize(column) for column in columns] if normalize else list(columns)
         rows = paddle.arange(first.shape[0], dtype="int64")
-        return cls(vectors[0], vectors[1], vectors[1:], rows, [rows] * (len(columns) - 1))
+        owners = [rows] * (len(columns) - 1)
+        return cls(vectors[0], vectors[1], vectors[1:], rows, owners, query_ids, document_ids)
 
     @classmethod
     def from_passages(

@@ -116,6 +116,7 @@ def guided_inf_cl_loss(
     contrast_positives: bool = True,
     published_diagonals: bool = False,
     keep_own_negatives: bool = False,
+    column_ids: Sequence[Tensor] | None = None,
     row_weights: float | Tensor | None = None,
     backend: str = "auto",
     memory_budget: int | None = None,
@@ -139,6 +140,8 @@ def guided_inf_cl_loss(
         contrast_positives: contrast positives with each other.
         published_diagonals: see above.
         keep_own_negatives: a row's own hard negatives are curated, and not for the guide to drop.
+        column_ids: [B] or [B, K] int64 per column, such as (document, query) with -1 for none: two texts that share
+            one are no negatives of each other, in any block. The first column's are those of the rows.
         row_weights: weights of the rows, a float or [B]; None is 1/B, the mean.
         backend: as in `inf_cl_loss`.
         memory_budget: as in `inf_cl_loss`.
@@ -157,7 +160,7 @@ def guided_inf_cl_loss(
         >>> round(float(guided_inf_cl_loss([anchor, positive], [guide, guide], margin=0.5, **options)), 4)
         0.3927
     """
-    batch = Candidates.from_columns(columns)
+    batch = Candidates.from_columns(columns, column_ids)
     if len(guide_columns) != len(columns) or any(g.shape[0] != batch.rows for g in guide_columns):
         raise ValueError(
             f"guide_columns: {len(guide_columns)} of {[g.shape[0] for g in guide_columns]} rows, for {len(columns)} "

@@ -52,6 +52,7 @@ def qwen3_loss(
     margin: float | None = 0.1,
     query_to_query: bool = True,
     doc_to_doc: bool = True,
+    column_ids: Sequence[Tensor] | None = None,
     row_weights: float | Tensor | None = None,
     backend: str = "auto",
     memory_budget: int | None = None,
@@ -70,6 +71,8 @@ def qwen3_loss(
         margin: see above; None drops nothing.
         query_to_query: contrast queries with each other.
         doc_to_doc: contrast positives with each other.
+        column_ids: [B] or [B, K] int64 per column, such as (document, query) with -1 for none: two texts that share
+            one are no negatives of each other, in any block. The first column's are those of the rows.
         row_weights: weights of the rows, a float or [B]; None is 1/B, the mean.
         backend: as in `inf_cl_loss`.
         memory_budget: as in `inf_cl_loss`.
@@ -87,7 +90,10 @@ def qwen3_loss(
         0.7437
     """
     groups = qwen3_groups(
-        Candidates.from_columns(columns), margin=margin, query_to_query=query_to_query, doc_to_doc=doc_to_doc
+        Candidates.from_columns(columns, column_ids),
+        margin=margin,
+        query_to_query=query_to_query,
+        doc_to_doc=doc_to_doc,
     )
     return info_nce(
         groups, temperature=temperature, row_weights=row_weights, backend=backend, memory_budget=memory_budget

@@ -99,6 +99,7 @@ def multiple_negatives_ranking_loss(
     partition: str = "joint",
     hardness_mode: str | None = None,
     hardness_strength: float = 0.0,
+    column_ids: Sequence[Tensor] | None = None,
     row_weights: float | Tensor | None = None,
     backend: str = "auto",
     memory_budget: int | None = None,
@@ -121,6 +122,8 @@ def multiple_negatives_ranking_loss(
             row's own hard negatives ("hard_negatives"), of other rows' documents ("in_batch_negatives"), of all but
             the positive ("all_negatives").
         hardness_strength: see there; 0 is off.
+        column_ids: [B] or [B, K] int64 per column, such as (document, query) with -1 for none: two texts that share
+            one are no negatives of each other, in any block. The first column's are those of the rows.
         row_weights: weights of the rows, a float or [B]; None is 1/B, the mean.
         backend: as in `inf_cl_loss`.
         memory_budget: as in `inf_cl_loss`.
@@ -141,7 +144,7 @@ def multiple_negatives_ranking_loss(
         0.3133
     """
     groups = ranking_groups(
-        Candidates.from_columns(columns),
+        Candidates.from_columns(columns, column_ids),
         directions=directions,
         partition=partition,
         hardness_mode=hardness_mode,

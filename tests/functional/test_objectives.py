@@ -360,3 +360,41 @@ def test_curated_negatives_survive_the_guide():
 def test_errors_name_the_option(call, message):
     with pytest.raises(ValueError, match=message):
         call([paddle.ones([3, 4]) for _ in range(3)])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("objective", ["guided", "ranking", "qwen3"])
+def test_ids_drop_what_similarity_can_not_see(objective, backend):
+    """Rows 0 and 2 have the same positive, which no margin of 0 drops: with its number the two don't compete, and the
+    loss of row 0 is that of the batch without row 2."""
+    columns = random_columns(np.random.default_rng(5), 4, 1, 6)
+    columns[1][2] = columns[1][0]
+    guides = [np.eye(4), np.eye(4), np.eye(4)]
+    guides[1] = np.array([[1.0, 0, 0, 0], [0, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 1]])
+    ids = [paddle.to_tensor(x) for x in ([7, 1, 7, 3], [7, 1, 7, 3], [-1, -1, -1, -1])]
+    weights = paddle.to_tensor([1.0, 0.0, 0.0, 0.0], dtype="float64")
+
+    def loss(columns, rows, **options):
+        part = [c[rows] for c in columns]
+        options |= {"temperature": 0.3, "row_weights": weights[: len(rows)], "backend": backend}
+        if objective == "guided":
+            return guided_inf_cl_loss(part, constants([g[rows] for g in guides]), margin=-2.0, **options)
+        if objective == "qwen3":
+            return qwen3_loss(part, margin=None, **options)
+        return multiple_negatives_ranking_loss(part, directions=("query_to_doc", "query_to_query"), **options)
+
+    everything, without = [0, 1, 2, 3], [0, 1, 3]
+    masked, gradients = run(lambda c: loss(c, everything, column_ids=ids), columns)
+    assert masked < run(lambda c: loss(c, everything), columns)[0]
+    assert not gradients[0][2].any() and not gradients[1][2].any()
+    # Row 2's hard negative is not row 0's document, and stays (for Qwen3-Embedding it was never there).
+    if objective == "qwen3":
+        assert masked == pytest.approx(run(lambda c: loss(c, without), columns)[0], rel=1e-12)
+    else:
+        assert gradients[2][2].any()
+
+
+def test_ids_are_for_all_columns():
+    columns = [paddle.ones([2, 3])] * 3
+    with pytest.raises(ValueError, match="column_ids: 2 of them for 3 columns"):
+        qwen3_loss(columns, column_ids=[paddle.arange(2)] * 2)
