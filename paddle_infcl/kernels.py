@@ -23,7 +23,7 @@ class BackendError(RuntimeError):
 
 
 @functools.lru_cache(maxsize=1)
-def _load_ops() -> tuple[ModuleType | None, str, BaseException | None]:
+def load_ops() -> tuple[ModuleType | None, str, BaseException | None]:
     """The ops package, or why there is none."""
     try:
         import paddle_infcl_ops as ops
@@ -40,7 +40,7 @@ def triton_status(tensor: Tensor | None = None) -> tuple[bool, str, BaseExceptio
     Args:
         tensor: asks for the device that holds it; None asks for the installation alone.
     """
-    ops, reason, error = _load_ops()
+    ops, reason, error = load_ops()
     if ops is None or tensor is None:
         return ops is not None, reason, error
     if tensor.dtype == paddle.float64:
@@ -80,11 +80,11 @@ def choose_backend(backend: str, tensor: Tensor) -> str:
 
 def triton_info_nce(groups, scale: Tensor, row_weights: float | Tensor, memory_budget: int | None) -> Tensor:
     """`paddle_infcl_ops.info_nce`; call it only when `choose_backend` says "triton"."""
-    ops, _, _ = _load_ops()
+    ops, _, _ = load_ops()
     return ops.info_nce(groups, scale=scale, row_weights=row_weights, memory_budget=memory_budget)
 
 
 def triton_block_functions() -> tuple:
     """`block_lse` and `block_grads` of `paddle_infcl_ops`; call it only when `choose_backend` says "triton"."""
-    ops, _, _ = _load_ops()
+    ops, _, _ = load_ops()
     return ops.block_lse, ops.block_grads

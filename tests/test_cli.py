@@ -181,7 +181,7 @@ def test_a_backend_that_cannot_run_stops_the_start(folder, tmp_path, caplog, mon
 
 
 def test_the_fallback_is_said_before_the_model_loads(folder, tmp_path, caplog, monkeypatch):
-    kernels._load_ops.cache_clear()
+    kernels.load_ops.cache_clear()
     monkeypatch.setitem(sys.modules, "paddle_infcl_ops", None)
 
     def load_model(config):
@@ -192,7 +192,7 @@ def test_the_fallback_is_said_before_the_model_loads(folder, tmp_path, caplog, m
     try:
         assert main(["train", write_config(tmp_path / "c.yaml", options(folder, tmp_path / "out"))]) == 1
     finally:
-        kernels._load_ops.cache_clear()
+        kernels.load_ops.cache_clear()
     assert "far enough" in caplog.text
 
 

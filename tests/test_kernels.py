@@ -21,11 +21,11 @@ def fake_ops(monkeypatch):
     """Puts an object in the place of the ops package; None makes its import fail."""
 
     def put(module):
-        kernels._load_ops.cache_clear()
+        kernels.load_ops.cache_clear()
         monkeypatch.setitem(sys.modules, "paddle_infcl_ops", module)
 
     yield put
-    kernels._load_ops.cache_clear()
+    kernels.load_ops.cache_clear()
 
 
 @pytest.fixture

@@ -166,13 +166,13 @@ def test_training_goes_on_without_the_kernels(tmp_path, monkeypatch, caplog, bro
     if broken == "broken":
         module = types.ModuleType("paddle_infcl_ops")
         module.__getattr__ = lambda name: (_ for _ in ()).throw(OSError("libcuda.so.1 is gone"))
-    kernels._load_ops.cache_clear()
+    kernels.load_ops.cache_clear()
     monkeypatch.setitem(sys.modules, "paddle_infcl_ops", module)
     try:
         trainer = make_trainer(tmp_path, tmp_path / "out", inf_cl_backend="auto", max_steps=2)
         trainer.train()
     finally:
-        kernels._load_ops.cache_clear()
+        kernels.load_ops.cache_clear()
     assert len(losses(trainer)) == 2
     cause = "libcuda.so.1 is gone" if broken == "broken" else "paddle_infcl_ops"
     assert caplog.text.count("the Triton kernels are not used") == 1 and cause in caplog.text

@@ -77,7 +77,7 @@ def linear_logprobs_of_labels(
         ignored = flat == ignore_index
         flat = paddle.where(ignored, paddle.zeros_like(flat), flat)
     if _choose(backend, hidden, bias, transposed_weight) == "triton":
-        function = kernels._load_ops()[0].linear_logprobs_of_labels
+        function = kernels.load_ops()[0].linear_logprobs_of_labels
         logprobs = function(
             rows,
             weight,
@@ -125,7 +125,7 @@ def linear_label_terms(
     local = flat - shard_start
     local = paddle.where((local < 0) | (local >= V), paddle.full_like(local, -1), local)
     if _choose(backend, hidden, bias, transposed_weight, shard=True) == "triton":
-        function = kernels._load_ops()[0].linear_logprobs_of_labels
+        function = kernels.load_ops()[0].linear_logprobs_of_labels
         own, others = function(rows, weight, local, terms=True, temperature=temperature, memory_budget=memory_budget)
     else:
         own, others = _terms(rows, weight, local, bias, temperature, transposed_weight, memory_budget)

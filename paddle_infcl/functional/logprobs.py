@@ -80,7 +80,7 @@ def logprobs_of_labels(
     if choose(backend, logits) == "triton":
         if labels.place.is_cpu_place():
             check_labels(labels, logits.shape[-1], ignore_index)
-        function = kernels._load_ops()[0].logprobs_of_labels
+        function = kernels.load_ops()[0].logprobs_of_labels
         return function(
             logits,
             labels,
