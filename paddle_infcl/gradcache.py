@@ -178,7 +178,7 @@ def _detached(reps: Sequence[paddle.Tensor], place) -> paddle.Tensor:
 def window_loss(
     forward: Forward, window: Sequence[Mapping], loss: Callable, *, autocast: Context = contextlib.nullcontext
 ) -> Step:
-    """The loss of a window without any gradient, for evaluation. Arguments as for `window_step`."""
+    """The loss of a window without any gradient, for evaluation. Arguments and errors as for `window_step`."""
     if not window:
         raise ValueError("the window holds no micro-batch")
     with paddle.no_grad():

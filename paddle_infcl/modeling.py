@@ -122,6 +122,9 @@ class SentenceEncoder(nn.Layer):
             query: keyword arguments of `encode`.
             passages: the same.
             return_encode: PaddleNLP's models compute their loss unless it is set; here only True is possible.
+
+        Raises:
+            ValueError: return_encode is False, or as `encode`.
         """
         if not return_encode:
             raise ValueError("SentenceEncoder has no loss of its own (return_encode=False): see paddle_infcl.losses")
@@ -213,7 +216,11 @@ class SentenceEncoder(nn.Layer):
 
     @classmethod
     def wrap(cls, model):
-        """An encoder that shares the parameters of PaddleNLP's Qwen2SentenceEmbedding (last token, normalised)."""
+        """An encoder that shares the parameters of PaddleNLP's Qwen2SentenceEmbedding (last token, normalised).
+
+        Raises:
+            TypeError: the model is neither that nor a SentenceEncoder.
+        """
         model = getattr(model, "_layers", model)  # a data-parallel wrapper
         if isinstance(model, cls):
             return model

@@ -157,6 +157,7 @@ class RetrievalEvaluator:
             paths: JSONL files as `paddle_infcl.data.jsonl.load_pairs` reads them; folders hold dev.jsonl.
             corpus: a JSONL file with more documents, each with `text` and maybe `title`.
             group_field: a field of the rows to group queries by, such as "package".
+            name, corpus_chunk: as for the class.
 
         Raises:
             DataError: rows that cannot be used.
@@ -199,6 +200,7 @@ class RetrievalEvaluator:
             queries: JSONL with `_id` (or `id`) and `text`.
             corpus: JSONL with `_id` (or `id`), `text`, and a `title` that is put before the text.
             qrels: TSV "query-id, corpus-id, score" with a header, or TREC's "query 0 document relevance".
+            name, corpus_chunk: as for the class.
 
         Raises:
             ValueError: lines that cannot be read, ids that occur twice, or as the class.
