@@ -10,7 +10,6 @@ own: the tests' process has Triton's interpreter on.
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import subprocess
@@ -100,21 +99,19 @@ def block(left, right, own=None, **fields):
     return SimpleNamespace(left=left, right=right, own=own, row_offset=0, **{n: fields.get(n) for n in names})
 
 
-def losses(dtype: str, width: int):
-    """The losses whose launches are compiled."""
-    rows = 256
+def losses(dtype: str, width: int, rows: int):
+    """The losses whose launches are compiled: the plain one for every width, every rule for one of them."""
     index = paddle.zeros([rows], dtype="int64")
     q, p = (paddle.zeros([rows, width]).astype(dtype).detach() for _ in range(2))
     q.stop_gradient = p.stop_gradient = False
+    yield [[block(q, p, index)]]
+    if (dtype, width) != ("bfloat16", 1024):
+        return
     guide = SimpleNamespace(left=q.detach(), right=p.detach(), threshold=paddle.zeros([rows]), keep_own=True)
     hard = SimpleNamespace(strength=1.0, columns="others")
-    ids = paddle.zeros([rows, 2], dtype="int64")
-    yield [[block(q, p, index)]]
-    if width != 512:
-        return
+    ids, limit = paddle.zeros([rows, 2], dtype="int64"), paddle.zeros([rows])
     yield [[block(q, p, index, self_column=index, row_ids=ids, column_ids=ids)]]
     yield [[block(q, p, index), block(q, q, self_column=index)]]
-    limit = paddle.zeros([rows])
     yield [[block(q, p, index, owner=index, owner_rule="only", limit=limit, guide=guide, hardness=hard)]]
 
 
@@ -123,18 +120,19 @@ def main() -> None:
     for module in (contrastive, gradients, launch, one_pass, two_pass):
         module.launch = compile_launch
     one_pass.FEWEST_ROWS = 1
-    widths = {"bfloat16": (33, 384, 512, 1024), "float16": (512, 1024), "float32": (33, 512)}
-    for dtype in widths:
-        for width in widths[dtype]:
-            for groups, small in itertools.product(losses(dtype, width), (None, 256 * 1024)):
-                # chunks of both passes: dright is stored once or added up
+    two_pass._ROWS = 128
+    rows = 384
+    for dtype, width in (("bfloat16", 33), ("bfloat16", 384), ("bfloat16", 1024), ("float16", 1024), ("float32", 512)):
+        for groups in losses(dtype, width, rows):
+            # Without a budget one chunk, with a small one several: dright is stored once or added up.
+            for small in (None, 128 * 3 * (rows * (4 if dtype == "float32" else 2) + 4 * width)):
                 scale = paddle.to_tensor([50.0])
                 scale.stop_gradient = False
                 contrastive.info_nce(groups, scale=scale, row_weights=1.0, memory_budget=small).backward()
     with paddle.no_grad():
-        q = paddle.zeros([256, 768]).astype("bfloat16")
-        plain = block(q, q, paddle.zeros([256], dtype="int64"))
-        contrastive.info_nce([[plain]], scale=50.0, row_weights=paddle.ones([256]))
+        q = paddle.zeros([rows, 768]).astype("bfloat16")
+        plain = block(q, q, paddle.zeros([rows], dtype="int64"))
+        contrastive.info_nce([[plain]], scale=50.0, row_weights=paddle.ones([rows]))
     print(f"{len(compiled)} launches compile for sm_{ARCH}")
 
 
