@@ -112,6 +112,25 @@ def test_broken_vectors_never_give_a_usual_loss(case, backend, bad):
         assert not np.isfinite(float(CASES[case](columns, temperature=0.1, backend=backend)))
 
 
+@pytest.mark.parametrize("case, backend", RUNS)
+def test_zero_vectors_have_no_gradient(case, backend):
+    columns = arrays(0, WIDTH)
+    columns[0][1], columns[1][2] = 0.0, 0.0
+    loss, grads, _ = run(case, columns, "float32", backend=backend, temperature=0.05)
+    assert np.isfinite(loss) and all(np.isfinite(g).all() and np.abs(g).max() < 1e3 for g in grads)
+    assert not grads[0][1].any() and not grads[1][2].any() and grads[0].any()
+
+
+@pytest.mark.parametrize("case, backend", RUNS)
+def test_a_batch_of_one(case, backend):
+    columns = arrays(0, WIDTH, rows=1)
+    want = exact(case, columns, 0.1)
+    got = run(case, columns, "float32", backend=backend, temperature=0.1)
+    assert got[0] == pytest.approx(want[0], rel=1e-4, abs=1e-6)
+    for a, b in zip(got[1], want[1], strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4 * max(np.abs(b).max(), 1e-2))
+
+
 def bf16(x):
     return paddle.to_tensor(np.asarray(x, "float32")).astype("bfloat16").astype("float32").numpy().astype("float64")
 
