@@ -43,7 +43,7 @@ def trained(rows=8):
 
 
 def exact(case, columns, temperature):
-    """Loss and gradients in float64 by the dense backend, which shares code with the others: InfoNCE vouches for it."""
+    """Loss and gradients in float64 by the dense backend, which shares code with the others: hence the oracle."""
     found = run(case, columns, "float64", backend="dense", temperature=temperature)
     if case == "infonce":
         q, p = (c.astype("float32").astype("float64") for c in columns[:2])
