@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.cases import CASES, TEMPERATURE, Case
 
 SCALE = 1 / TEMPERATURE
-LIMITS = {"dense": 2**31, "inf_cl": 2**34, "memeff": 2**35}  # of B * N: memory, and patience
+LIMITS = {"dense": 2**31, "inf_cl": 2**31, "memeff": 2**31}  # of B * N: memory, and patience
 
 
 def losses() -> dict:
