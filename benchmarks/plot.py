@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws time and memory against the batch from recorded results.
 
-    python benchmarks/plot.py benchmarks/results/h200.json benchmarks/results/h200.png
+python benchmarks/plot.py benchmarks/results/h200.json benchmarks/results/h200.png
 """
 
 from __future__ import annotations

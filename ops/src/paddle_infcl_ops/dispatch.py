@@ -123,4 +123,3 @@ def _runtime():
 
 def _is_set(hook) -> bool:
     return bool(getattr(hook, "calls", hook))
-

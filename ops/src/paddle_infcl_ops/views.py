@@ -75,9 +75,7 @@ def can_describe(arch: int, *tensors) -> bool:
     """Whether the tensors can be read through descriptors: sm_90, 16-byte aligned rows, a Triton that has them."""
     if arch < 90 or _descriptor_class() is None:
         return False
-    return all(
-        t is None or (t.data_ptr() % 16 == 0 and row_stride(t) * t.element_size() % 16 == 0) for t in tensors
-    )
+    return all(t is None or (t.data_ptr() % 16 == 0 and row_stride(t) * t.element_size() % 16 == 0) for t in tensors)
 
 
 def _descriptor_class():
