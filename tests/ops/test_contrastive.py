@@ -112,6 +112,22 @@ def test_everything_at_once(dtype):
     compare(ops, arrays, [[q_to_p(own, **fields)]], dtype)
 
 
+def test_rules_in_chunks(monkeypatch):
+    """Thresholds, limits, ids and row numbers belong to the row, not to its place in a chunk of rows."""
+    from paddle_infcl_ops import two_pass
+
+    monkeypatch.setattr(two_pass, "_ROWS", 32)
+    B, N = 70, 80
+    arrays, own = pair(B, N)
+    g = rng(8)
+    arrays |= {"gq": vectors(g, B, 20), "gp": vectors(g, N, 20)}
+    arrays = {k: np.round(v * 16) / 16 for k, v in arrays.items()}
+    fields = {}
+    for mask in ("two ids", "self", "limit", "guide that keeps own negatives", "harder others"):
+        fields |= MASKS[mask](g, B, N, own)
+    compare(ops, arrays, [[q_to_p(own, **fields)]], "float32", budget=1_000)
+
+
 def gte(B, own, N):
     """Every direction in one softmax, as GTE has it."""
     return [[
