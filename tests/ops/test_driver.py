@@ -213,10 +213,10 @@ def test_scratch_of_a_kernel_comes_from_paddle(monkeypatch, compiled, active):
 
 
 def test_a_custom_device_keeps_the_driver_that_is_active(monkeypatch, compiled, active):
-    monkeypatch.setattr(driver, "_first_tensor", lambda args, meta: tensor_on("rig"))
+    monkeypatch.setattr(driver, "_first_tensor", lambda args, meta: tensor_on("accelerator"))
     with pytest.raises(RuntimeError, match="cannot read a tensor on"):
         driver.launch(Recorder(), (1,), 1)
-    monkeypatch.setattr(driver, "device_types", {"gpu", "rig"})
+    monkeypatch.setattr(driver, "device_types", {"gpu", "accelerator"})
     kernel = Recorder()
     driver.launch(kernel, (1,), 1)
     assert kernel.seen[0][0] is active is triton_config.active
@@ -335,10 +335,10 @@ def test_a_gpu_that_answers(fake_cuda, monkeypatch):
 def test_other_devices(compiled, monkeypatch):
     runs, reason = driver.can_run(tensor_on("xpu"))
     assert not runs and "xpu" in reason and "gpu" in reason
-    monkeypatch.setattr(driver, "device_types", {"gpu", "rig"})
+    monkeypatch.setattr(driver, "device_types", {"gpu", "accelerator"})
     monkeypatch.setattr(driver, "_probe", lambda kind, index: (True, f"{kind}:{index}", None))
-    assert driver.can_run(tensor_on("rig", 1)) == (True, "rig:1")
-    monkeypatch.setattr(paddle.device, "get_all_custom_device_type", lambda: ["rig"])
+    assert driver.can_run(tensor_on("accelerator", 1)) == (True, "accelerator:1")
+    monkeypatch.setattr(paddle.device, "get_all_custom_device_type", lambda: ["accelerator"])
     assert driver.availability()[0]
 
 
