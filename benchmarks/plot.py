@@ -10,7 +10,15 @@ import argparse
 import json
 from pathlib import Path
 
-NAMES = {None: "paddle_infcl (Triton)", "inf_cl": "inf_cl", "memeff": "memeff", "liger": "Liger", "cce": "CCE"}
+NAMES = {
+    None: "paddle_infcl (Triton)",
+    "inf_cl": "inf_cl",
+    "memeff": "memeff",
+    "liger": "Liger",
+    "cce": "CCE",
+    "dense_fp32": "dense, fp32 logits",
+    "dense_bf16": "dense, bf16 logits",
+}
 
 
 def read(path: Path) -> list[dict]:
