@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: words of the command line; None: the process's own.
 
     Returns:
-        The exit code: 0, or 1 for an error that is the user's to mend (its message goes to stderr).
+        The exit code: 0, 1 for an error that is the user's to mend (its message goes to stderr), 130 after Ctrl-C.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -81,6 +81,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from paddle_infcl.commands.doctor import doctor
 
         return doctor()
+    except KeyboardInterrupt:
+        goes_on = "; without overwrite_output_dir the same command goes on from the last checkpoint"
+        logger.error("stopped by Ctrl-C%s", goes_on if argv[:1] == ["train"] else "")
+        return 130
     except (ValueError, OSError) as error:
         if os.environ.get("PADDLE_INFCL_TRACEBACK"):
             raise

@@ -359,6 +359,15 @@ def test_the_script_and_the_module(folder, tmp_path):
     assert done.returncode == 1 and "output_dir: is needed" in done.stderr
 
 
+def test_ctrl_c(folder, tmp_path, monkeypatch, caplog):
+    def interrupted(config):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("paddle_infcl.commands.train.run", interrupted)
+    assert main(["train", write_config(tmp_path / "run.yaml", options(folder, tmp_path / "out"))]) == 130
+    assert "stopped by Ctrl-C; without overwrite_output_dir the same command goes on" in caplog.text
+
+
 def test_words_of_the_help_need_no_paddlenlp():
     code = (
         "import sys; from paddle_infcl.cli import main; main(['train', '--help']); "

@@ -135,7 +135,7 @@ def test_what_a_checkpoint_lacks_without_stopping(stopped, caplog):
     for name in ("rng_state.pth", "loss.pdparams"):
         (out / "checkpoint-2" / name).unlink()
     make_trainer(folder, out, **{**RUN, "max_steps": 3}).train(resume_from_checkpoint=True)
-    assert "has no rng_state.pth (written by one process): dropout masks will differ" in caplog.text
+    assert "has no rng_state.pth, so one process did not write it: dropout masks will differ" in caplog.text
     assert "has no loss.pdparams: the loss's parameters (the temperature) start anew" in caplog.text
 
 
@@ -143,6 +143,24 @@ def test_old_checkpoints_are_deleted(whole_run, tmp_path):
     """By a single process too, which PaddleNLP's own rotation passes over."""
     make_trainer(whole_run[0], tmp_path, **{**RUN, "max_steps": 4, "save_total_limit": 2}).train()
     assert sorted(f.name for f in tmp_path.glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-4"]
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_run_whose_folder_was_moved(whole_run, tmp_path, caplog, there):
+    """Its best checkpoint moved with it, and is kept; or it is gone."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    options = {**RUN, "save_total_limit": 2, "metric_for_best_model": "mrr@10", "load_best_model_at_end": True}
+    options |= {"evaluation_strategy": "steps", "eval_steps": 1, "evaluator": lambda encode: {"mrr@10": 0.5}}
+    make_trainer(whole_run[0], old, max_steps=2, **options).train()
+    old.rename(new)
+    if not there:
+        shutil.rmtree(new / "checkpoint-1")
+    resumed = make_trainer(whole_run[0], new, max_steps=4, **options)
+    resumed.train(resume_from_checkpoint=True)
+    want = ["checkpoint-1", "checkpoint-4"] if there else ["checkpoint-3", "checkpoint-4"]
+    assert sorted(f.name for f in new.glob("checkpoint-*")) == want
+    assert resumed.state.best_model_checkpoint == str(new / f"checkpoint-{1 if there else 3}")
+    assert ("checkpoint-1, is gone" in caplog.text) != there
 
 
 def test_no_checkpoint_to_resume(whole_run, tmp_path):

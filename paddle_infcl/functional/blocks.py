@@ -132,12 +132,25 @@ def check_groups(groups: Sequence[Sequence[Block]]) -> int:
             owners += block.own is not None
         if owners == 0:
             raise ValueError(f"groups[{g}]: no block says which column is the row's positive (`own`)")
+        if owners == 1:
+            _check_every_row_has_its_own(f"groups[{g}]", group)
     return rows
+
+
+def _check_every_row_has_its_own(where: str, group: Sequence[Block]) -> None:
+    (own,) = (block.own for block in group if block.own is not None)
+    if own.shape[0] and int(own.min()) < 0:
+        row = int((own < 0).astype("int32").argmax())
+        raise ValueError(
+            f"{where}: own[{row}] is -1, and no other block has the positive of row {row}: none is left out"
+        )
 
 
 def _check_block(where: str, block: Block, rows: int, dtype: paddle.dtype) -> None:
     left, right = block.left, block.right
     for name, tensor in (("left", left), ("right", right)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{where}.{name}: needs a Paddle tensor, is a {type(tensor).__name__}")
         if tensor.ndim != 2:
             raise ValueError(f"{where}.{name}: needs two dimensions [rows, width], has shape {list(tensor.shape)}")
         if tensor.dtype not in (paddle.float32, paddle.float64, paddle.float16, paddle.bfloat16):
@@ -178,6 +191,8 @@ def _check_block(where: str, block: Block, rows: int, dtype: paddle.dtype) -> No
 def _check_index(where: str, index: Tensor | None, length: int) -> None:
     if index is None:
         return
+    if not isinstance(index, Tensor):
+        raise TypeError(f"{where}: needs an int64 tensor of shape [{length}], is a {type(index).__name__}")
     if index.dtype != paddle.int64 or list(index.shape) != [length]:
         raise ValueError(f"{where}: needs int64 of shape [{length}], has {index.dtype} of shape {list(index.shape)}")
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 
 import paddle
@@ -31,8 +32,8 @@ def as_scale(temperature: float | Tensor, dtype: paddle.dtype) -> Tensor:
         if temperature.size != 1:
             raise ValueError(f"temperature: a tensor of one element is needed, got shape {list(temperature.shape)}")
         return 1.0 / temperature.astype(accumulation_dtype(dtype))
-    if not 0 < temperature < float("inf"):
-        raise ValueError(f"temperature: must be positive and finite, got {temperature}")
+    if not isinstance(temperature, numbers.Real) or not 0 < temperature < float("inf"):
+        raise ValueError(f"temperature: must be positive and finite, got {temperature!r}")
     return paddle.full([], 1.0 / temperature, dtype=accumulation_dtype(dtype))
 
 
@@ -128,6 +129,8 @@ def info_nce_groups(
     """InfoNCE as a list of blocks: one group, queries against passages. Arguments as in `inf_cl_loss`."""
     if own is None:
         own = own_columns(q.shape[0], p.shape[0])
+    if margin is not None and not (isinstance(margin, (int, float)) and margin == margin):
+        raise ValueError(f"margin: a number is needed, or None for no rule; got {margin!r}")
     limit = None if margin is None else own_similarity(q, p, own) + margin
     return [[Block(q, p, own=own, row_ids=q_ids, column_ids=p_ids, limit=limit)]]
 

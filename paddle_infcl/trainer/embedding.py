@@ -362,6 +362,7 @@ class EmbeddingTrainer(EvaluatesRetrieval, UpstreamTrainer):
 
     def _save_checkpoint(self, model, metrics=None):
         with self._off_the_clock():
+            resume.find_best(self.state, self.args.output_dir)
             super()._save_checkpoint(model, metrics)
             if self._windows is None:
                 return

@@ -90,6 +90,22 @@ def last_checkpoint(output_dir: str) -> str | None:
     return None
 
 
+def find_best(state: Any, output_dir: str) -> None:
+    """Corrects where a run's best checkpoint is after its folder was moved; PaddleNLP fails on one that is not there.
+
+    Args:
+        state: PaddleNLP's TrainerState; its `best_model_checkpoint` may change.
+        output_dir: where the run keeps its checkpoints now.
+    """
+    if state.best_model_checkpoint is None:
+        return
+    here = Path(output_dir) / Path(state.best_model_checkpoint).name
+    if not here.is_dir():
+        logger.warning("the best checkpoint so far, %s, is gone: the next one takes its place", here)
+    if here != Path(state.best_model_checkpoint) or not here.is_dir():
+        state.best_model_checkpoint = str(here) if here.is_dir() else None
+
+
 def global_step(checkpoint: str) -> int:
     """Optimizer steps that a checkpoint holds."""
     return int(json.loads((Path(checkpoint) / _STATE).read_text(encoding="utf-8"))["global_step"])
@@ -137,10 +153,10 @@ def warn_without_random_state(checkpoint: str, world: int) -> None:
     name = f"rng_state_{world}.pth" if world > 1 else "rng_state.pth"
     if not os.path.isfile(os.path.join(checkpoint, name)):
         logger.warning(
-            "%s has no %s (written by %s): dropout masks will differ from the uninterrupted run's",
+            "%s has no %s, so %s did not write it: dropout masks will differ from the uninterrupted run's",
             checkpoint,
             name,
-            "as many processes" if world > 1 else "one process",
+            f"{world} processes" if world > 1 else "one process",
         )
 
 

@@ -292,9 +292,15 @@ def test_contrastive_loss_is_the_dense_backend():
         ({"memory_budget": 0}, "positive number of bytes"),
         ({"backend": "cuda"}, "none of auto, triton, paddle, dense"),
         ({"row_weights": paddle.ones([3])}, r"row_weights: needs shape \[2\]"),
+        ({"own": paddle.to_tensor([1, -1])}, r"own\[1\] is -1, and no other block has the positive of row 1"),
+        ({"own": [0, 1]}, r"own: needs an int64 tensor of shape \[2\], is a list"),
+        ({"p": np.ones((2, 3), "float32")}, "right: needs a Paddle tensor, is a ndarray"),
+        ({"temperature": "0.1"}, "temperature: must be positive and finite, got '0.1'"),
+        ({"margin": "0.1"}, "margin: a number is needed, or None for no rule; got '0.1'"),
+        ({"margin": float("nan")}, "margin: a number is needed"),
     ],
 )
 def test_errors_name_what_is_wrong(change, message):
     arguments = {"q": paddle.ones([2, 3]), "p": paddle.ones([2, 3]), **change}
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         inf_cl_loss(arguments.pop("q"), arguments.pop("p"), **arguments)
