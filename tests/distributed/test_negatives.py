@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import paddle
 import pytest
 
-from paddle_infcl.distributed import negatives
+from paddle_infcl.distributed import negatives, ranks
 from paddle_infcl.distributed.columns import header_of, layout_from, numbered_owners
 from paddle_infcl.distributed.negatives import check_strategy, choose_strategy, gathered_bytes, global_info_nce
 from paddle_infcl.distributed.ranks import Ranks
@@ -118,3 +120,29 @@ def test_one_process_needs_no_messages():
         [[block(dtype="float64")]], temperature=1.0, ranks=Ranks(), strategy="ring", backend="paddle"
     )
     assert float(value) == pytest.approx(1.0986122886681098)  # three equal candidates: log 3
+
+
+@pytest.mark.parametrize("counts", [[2, 2], [2, 1], [0, 0]])
+def test_sums_by_reduce_scatter(monkeypatch, counts):
+    """Device transports scatter sums: shares of unequal size are padded, equal ones go as they are."""
+    seen = []
+
+    def reduce_scatter(out, parts, group):
+        seen.append(parts)
+        assert parts.is_contiguous() and parts.shape[0] == 2 * out.shape[0]
+        out.set_value(2 * parts[out.shape[0] :])  # this is process 1, and both have the same
+
+    monkeypatch.setattr(ranks, "backend_of", lambda group: "NCCL")
+    monkeypatch.setattr(ranks.dist.stream, "reduce_scatter", reduce_scatter)
+    gathered = paddle.arange(2.0 * sum(counts)).reshape([-1, 2])
+    total = ranks.sum_slices(gathered, counts, SimpleNamespace(rank=1))
+    assert total.tolist() == (2 * gathered[counts[0] :]).tolist()
+    if counts == [2, 2]:
+        assert seen[0] is gathered
+    assert len(seen) == (sum(counts) > 0)
+
+
+def test_messages_that_fail_are_explained():
+    with pytest.raises(RuntimeError, match=r"^sums failed: gone\. Most often another process has ended"):
+        with ranks.explained("sums"):
+            raise OSError("gone")
