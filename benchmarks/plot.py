@@ -44,7 +44,7 @@ def main() -> None:
     found = read(arguments.results)
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     for peer in dict.fromkeys(x.get("peer") for x in found):
-        rows = sorted((x["B"], x["ms"], x["mib"]) for x in found if x.get("peer") == peer)
+        rows = sorted((x["B"], x["ms"], x.get("mib", 0)) for x in found if x.get("peer") == peer)
         style = {"marker": "o", "label": NAMES.get(peer, peer), "linewidth": 2.4 if peer is None else 1.2}
         left.plot([r[0] for r in rows], [r[1] for r in rows], **style)
         kept = [r for r in rows if r[2] > 0]
