@@ -132,6 +132,9 @@ class EmbeddingArgument(ObjectiveArgument):
             ConfigError: values that can't work.
         """
         values = {f.name: getattr(arguments, f.name) for f in dataclasses.fields(cls) if hasattr(arguments, f.name)}
+        if not values:  # a dict, for example: all of it would be passed over
+            kind = type(arguments).__name__
+            raise ConfigError([Problem("model_args", None, f"is a {kind}: EmbeddingArgument(...) is needed")])
         result = cls(**values)
         if problems := checks.loss_problems(result):
             raise ConfigError(problems)

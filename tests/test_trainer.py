@@ -111,6 +111,35 @@ def test_training_learns(tmp_path):
     assert np.mean(values[-8:]) < 0.6 * np.mean(values[:8])
 
 
+def test_a_trainer_without_what_it_needs(tmp_path):
+    whole = make_trainer(tmp_path, tmp_path / "out")
+    parts = {"model": whole.model, "args": whole.args, "train_dataset": whole.train_dataset}
+    with pytest.raises(ValueError, match="tokenizer: is needed to make batches from pairs"):
+        EmbeddingTrainer(**parts)
+    with pytest.raises(ValueError, match="model: is needed"):
+        EmbeddingTrainer(**{**parts, "model": None})
+    with pytest.raises(ValueError, match=r"model_args: is a dict: EmbeddingArgument\(\.\.\.\) is needed"):
+        EmbeddingTrainer({"group_size": 2}, **parts)
+    trainer = EmbeddingTrainer(**parts, data_collator=lambda rows: {"query": {}, "passage": {}})
+    with pytest.raises(ValueError, match="no dict 'passages', it has query, passage: the data_collator must give"):
+        trainer.train()
+    for parameter in whole.model.parameters():
+        parameter.stop_gradient = True
+    with pytest.raises(ValueError, match="none of its parameters is trainable"):
+        whole.train()
+
+
+def test_a_stream_without_rows(tmp_path):
+    class Nothing(paddle.io.IterableDataset):
+        def __iter__(self):
+            return iter(())
+
+    trainer = make_trainer(tmp_path, tmp_path / "out", max_steps=2)
+    trainer.train_dataset = Nothing()
+    with pytest.raises(ValueError, match="train_dataset: epoch 0 has no rows"):
+        trainer.train()
+
+
 def test_what_is_logged(tmp_path, caplog):
     rows = [{"query": f"bal {w}", "pos_passage": "dem fal", "pos_id": 7} for w in ("bet", "bil", "bom", "bun")] * 3
     file = tmp_path / "same.jsonl"

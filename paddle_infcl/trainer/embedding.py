@@ -75,6 +75,8 @@ class EmbeddingTrainer(EvaluatesRetrieval, UpstreamTrainer):
     """
 
     def __init__(self, model_args=None, *, evaluator: Callable | None = None, guide: Guide | None = None, **kwargs):
+        if kwargs.get("model") is None and kwargs.get("model_init") is None:
+            raise ValueError("model: is needed, such as SentenceEncoder.from_pretrained(...)")
         arguments = EmbeddingArgument() if model_args is None else EmbeddingArgument.of(model_args)
         if kwargs.get("args") is not None and (problems := checks.unsupported_problems(kwargs["args"])):
             raise ConfigError(problems)
@@ -155,6 +157,8 @@ class EmbeddingTrainer(EvaluatesRetrieval, UpstreamTrainer):
             DataError: fewer rows than one batch.
         """
         self._check_evaluation()
+        if all(p.stop_gradient for p in [*self.model.parameters(), *self.loss_fn.parameters()]):
+            raise ValueError("model: none of its parameters is trainable (stop_gradient is True in all of them)")
         args = self.args
         weights_only = args.ignore_load_lr_and_optim
         checkpoint = resume.find_checkpoint(resume_from_checkpoint, args.output_dir, weights_only=weights_only)

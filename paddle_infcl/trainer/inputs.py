@@ -17,6 +17,8 @@ def pair_collator(
     tokenizer, arguments: EmbeddingArgument, pad_to_multiple_of: int | None = None, guide: Guide | None = None
 ) -> PairCollator:
     """The collator that the options ask for."""
+    if tokenizer is None:
+        raise ValueError("tokenizer: is needed to make batches from pairs, or a data_collator")
     return PairCollator(
         tokenizer,
         max_query_len=arguments.max_query_len,
@@ -46,6 +48,11 @@ class WithoutSeeds:
 def first_row(batch: Any) -> Any:
     """One query and one passage of a micro-batch, without targets."""
     if isinstance(batch, dict):
+        if missing := [side for side in ("query", "passages") if not isinstance(batch.get(side), dict)]:
+            raise ValueError(
+                f"a micro-batch has no dict '{missing[0]}', it has {', '.join(map(str, batch))}: the data_collator "
+                "must give what the model takes for queries and for passages"
+            )
         targets = {"own": np.zeros([0], dtype=np.int64)}
         ids = {name: batch[name][:0] for name in ("q_ids", "p_ids") if batch.get(name) is not None}
         sides = {side: _first(batch[side]) for side in ("query", "passages")}

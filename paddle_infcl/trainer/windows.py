@@ -184,10 +184,14 @@ class TrainingWindows:
             placeholders -= now.windows
         for _ in range(placeholders):
             yield None
+        empty = now.windows == 0 and not placeholders
         for window in self.loader:
+            empty = False
             if window is not None and now.windows is not None:
                 now.windows += 1
             yield window
+        if empty:
+            raise ValueError(f"train_dataset: epoch {now.epoch} has no rows, counted from 0")
 
     def add_rows(self, rows: int) -> None:
         """Counts the rows of a window that this process trained."""
