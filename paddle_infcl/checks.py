@@ -34,7 +34,8 @@ class Problem:
     message: str
 
     def __str__(self):
-        shown = "" if self.value is None else f" = {self.value!r}"
+        value = getattr(self.value, "value", self.value)  # an enum's member
+        shown = "" if value is None else f" = {value!r}"
         return f"{self.option}{shown}: {self.message}"
 
 

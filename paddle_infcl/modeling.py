@@ -131,10 +131,23 @@ class SentenceEncoder(nn.Layer):
         return self.encode(**query), self.encode(**passages)
 
     def set_state_dict(self, state_dict, *args, **kwargs):
-        """Loads parameters by this layer's names or, as `save_pretrained` writes them, by the backbone's."""
+        """Loads parameters by this layer's names or, as `save_pretrained` writes them, by the backbone's.
+
+        Raises:
+            ValueError: the parameters are those of another model; Paddle would pass over what does not fit.
+        """
         own = self.state_dict()
         if not any(name in own for name in state_dict):
             state_dict = {f"backbone.{name}": value for name, value in state_dict.items()}
+        given = {name: value for name, value in state_dict.items() if hasattr(value, "shape")}
+        wrong = {
+            "missing": [name for name in own if name not in given and not name.endswith(_BUFFERS)],
+            "unknown": [name for name in given if name not in own and not name.endswith(_BUFFERS)],
+            "of another shape": [n for n in given if n in own and list(given[n].shape) != list(own[n].shape)],
+        }
+        if any(wrong.values()):
+            found = "; ".join(f"{len(names)} {what}: {_some(names, 3)}" for what, names in wrong.items() if names)
+            raise ValueError(f"these are not the weights of this {type(self.backbone).__name__}: {found}")
         return super().set_state_dict(state_dict, *args, **kwargs)
 
     set_dict = load_dict = set_state_dict

@@ -421,6 +421,12 @@ def test_files_that_say_two_things_or_nothing(tmp_path, name, content, message):
         parse_config([str(tmp_path / name)])
 
 
+def test_choices_are_shown_as_they_are_written(minimal):
+    config = {**minimal, "load_best_model_at_end": True, "save_strategy": "epoch", "evaluation_strategy": "steps"}
+    with pytest.raises(ConfigError, match="save_strategy = 'epoch': must be the same as evaluation_strategy"):
+        parse_config({**config, "eval_pairs": minimal["train_files"][0], "metric_for_best_model": "map"})
+
+
 def test_lists_that_end_too_early(minimal):
     found = wrong({**minimal, "embedding_matryoshka_dims": "[8,"})
     assert found == {"embedding_matryoshka_dims": "must be a list, such as [64, 128]"}

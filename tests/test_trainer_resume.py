@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from paddlenlp.trainer import TrainerCallback
 
+from paddle_infcl.modeling import SentenceEncoder
 from paddle_infcl.trainer import resume
 from paddle_infcl.trainer.windows import Position, TrainingWindows
-from tests.training import losses, make_trainer
+from tests.training import losses, make_model, make_trainer
 
 
 class Killed(Exception):
@@ -143,6 +144,24 @@ def test_old_checkpoints_are_deleted(whole_run, tmp_path):
     """By a single process too, which PaddleNLP's own rotation passes over."""
     make_trainer(whole_run[0], tmp_path, **{**RUN, "max_steps": 4, "save_total_limit": 2}).train()
     assert sorted(f.name for f in tmp_path.glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-4"]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"num_hidden_layers": 3}, r"not the weights of this BertModel: 16 missing: backbone\.encoder\.layers\.2"),
+        ({"num_hidden_layers": 1}, r"16 unknown: backbone\.encoder\.layers\.1"),
+        ({"hidden_size": 16}, r"of another shape: backbone\.embeddings"),
+    ],
+)
+def test_a_checkpoint_of_another_model(stopped, change, message):
+    folder, out = stopped
+    config = make_model().config
+    for name, value in change.items():
+        setattr(config, name, value)
+    trainer = make_trainer(folder, out, model=SentenceEncoder.from_config(config, pooling="mean"), **RUN)
+    with pytest.raises(ValueError, match=message):
+        trainer.train(resume_from_checkpoint=True)
 
 
 @pytest.mark.parametrize("there", [True, False])
