@@ -182,6 +182,15 @@ def test_a_run_whose_folder_was_moved(whole_run, tmp_path, caplog, there):
     assert ("checkpoint-1, is gone" in caplog.text) != there
 
 
+def test_a_full_disk_is_named(whole_run, tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(resume, "save", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*checkpoint-1'"):
+        make_trainer(whole_run[0], tmp_path, **RUN).train()
+
+
 def test_no_checkpoint_to_resume(whole_run, tmp_path):
     trainer = make_trainer(whole_run[0], tmp_path, **RUN)
     with pytest.raises(ValueError, match="no complete checkpoint"):

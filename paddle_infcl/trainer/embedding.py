@@ -56,6 +56,17 @@ def swapped(target: Any, values: dict[str, Any]) -> Iterator[dict[str, Any]]:
             setattr(target, name, value)
 
 
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Gives an OSError that names no file (a full disk) this one."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
+
+
 class EmbeddingTrainer(EvaluatesRetrieval, UpstreamTrainer):
     """Trains an encoder with a contrastive loss over whole windows.
 
@@ -365,13 +376,13 @@ class EmbeddingTrainer(EvaluatesRetrieval, UpstreamTrainer):
             resume.save_loss(output_dir, self.loss_fn)
 
     def _save_checkpoint(self, model, metrics=None):
-        with self._off_the_clock():
+        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        with self._off_the_clock(), naming(folder):
             resume.find_best(self.state, self.args.output_dir)
             super()._save_checkpoint(model, metrics)
             if self._windows is None:
                 return
             rows = self._nested_gather(paddle.to_tensor([self._windows.rows_here], dtype="int64")).sum()
-            folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
             if self.args.should_save:
                 names = resume.parameter_names(self.model, self.loss_fn)
                 resume.save(str(folder), names, self._windows.position(int(rows)))
