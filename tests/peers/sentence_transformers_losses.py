@@ -3,8 +3,8 @@
 
     python sentence_transformers_losses.py cases.npz results.npz
 
-cases.npz holds `options`, a JSON list with one dict per case, and per case k the columns `k_0`, `k_1`, ... and, for the
-guided loss, the guide's `k_guide_0`, ... results.npz gets `k_loss` and the columns' gradients `k_grad_0`, ...
+cases.npz holds `options`, a JSON list with one dict per case, and per case k the columns `k_0`, `k_1`, ... and, for
+the guided loss, the guide's `k_guide_0`, ... results.npz gets `k_loss` and the columns' gradients `k_grad_0`, ...
 """
 
 from __future__ import annotations
