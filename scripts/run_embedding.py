@@ -10,6 +10,7 @@ The same as `paddle-infcl train`.
 import sys
 
 from paddle_infcl.cli import main
+from paddle_infcl.distributed.watch import end_process
 
 if __name__ == "__main__":
-    sys.exit(main(["train", *sys.argv[1:]]))
+    end_process(main(["train", *sys.argv[1:]]))

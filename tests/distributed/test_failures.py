@@ -116,3 +116,19 @@ def test_processes_that_cannot_reach_each_other_say_so(monkeypatch):
     with watch.ending_together():
         pass
     assert len(messages) == 1 and "do not watch each other" in messages[0] and "no route" in messages[0]
+
+
+def test_the_end_of_one_process_is_the_interpreters():
+    with pytest.raises(SystemExit) as caught:
+        watch.end_process(3)
+    assert caught.value.code == 3
+
+
+def test_the_end_of_one_of_several_is_at_once(monkeypatch):
+    ended = []
+    monkeypatch.setattr(watch.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(watch.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(watch.os, "_exit", ended.append)
+    monkeypatch.setattr(watch.logging, "shutdown", lambda: ended.append("written"))
+    watch.end_process(0)
+    assert ended == ["written", 0]
