@@ -10,6 +10,7 @@ use_all_of_the_cpu
 
 OUT=output/quickstart
 EVAL="--queries data/code_search/eval/queries.jsonl --corpus data/code_search/eval/corpus.jsonl --qrels data/code_search/eval/qrels.tsv --max_query_len 64 --max_passage_len 64"
+export PYTHONUNBUFFERED=1  # the launcher would keep the log to itself for minutes where stdout is no terminal
 SECONDS=0
 
 echo "== Model and data"
@@ -23,7 +24,7 @@ OMP_NUM_THREADS=2 paddle-infcl evaluate --model data/all-MiniLM-L6-v2 $EVAL --ou
   || { tail -n 30 "$OUT/before.log"; exit 1; }
 
 echo "== Training (the log of the second process is in $OUT/log)"
-python -m paddle.distributed.launch --nproc_per_node 2 --log_dir "$OUT/log" scripts/run_embedding.py configs/quickstart.yaml
+python -m paddle.distributed.launch --nproc_per_node 2 --log_level WARNING --log_dir "$OUT/log" scripts/run_embedding.py configs/quickstart.yaml
 
 echo "== After: encoded and scored again, from the saved model"
 OMP_NUM_THREADS=2 paddle-infcl evaluate --model "$OUT" $EVAL --output "$OUT/after.json" 2>"$OUT/after.log" \
