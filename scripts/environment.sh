@@ -33,8 +33,8 @@ install_into_venv() {
 }
 
 use_all_of_the_cpu() {
-  # Paddle's matrix products come from a version of MKL that takes its slowest path on AMD processors (5 times slower
-  # than the right one). This variable names the path; it is left alone where it is set, or on other processors.
+  # Paddle's matrix products come from a version of MKL that takes its slowest path on AMD processors (three times
+  # slower for a whole loss: benchmarks/README.md). This variable names the path; it is left alone where it is set, or on other processors.
   if [ -z "${MKL_DEBUG_CPU_TYPE:-}" ] && grep -q AuthenticAMD /proc/cpuinfo 2>/dev/null; then
     if grep -q avx512f /proc/cpuinfo; then export MKL_DEBUG_CPU_TYPE=7; else export MKL_DEBUG_CPU_TYPE=5; fi
   fi

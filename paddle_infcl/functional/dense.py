@@ -29,7 +29,8 @@ class _Dense(PyLayer):
         ctx.weights = weights
         for group, row_loss, places in zip(plan.groups, plan.row_losses, plan.sides, strict=True):
             rows = slice(0, plan.rows)
-            chunk = GroupChunk(group, row_loss, places, ctx.sides, ctx.scale, rows, referred=True)
+            fresh = [None] * len(group)  # all of them are kept
+            chunk = GroupChunk(group, row_loss, places, ctx.sides, ctx.scale, rows, referred=True, tiles=fresh)
             loss = loss + (weights * chunk.losses()).sum()
             if plan.differentiates:
                 ctx.chunks.append(chunk)

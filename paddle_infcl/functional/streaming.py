@@ -153,6 +153,7 @@ class GroupChunk:
         scale: Tensor,
         rows: slice,
         referred: bool,
+        tiles: Sequence[Tensor | None],
     ):
         self.group, self.places, self.rows = group, places, rows
         lefts = [sides.values[left][rows] for left, _ in places]
@@ -162,8 +163,8 @@ class GroupChunk:
                 logits = own_logits(block, left, sides.values[r], scale, rows.start)
                 self.own = logits if self.own is None else paddle.maximum(self.own, logits)
         self.exps = [
-            other_logits(block, left, sides.transposed[r], scale, rows.start)
-            for block, left, (_, r) in zip(group, lefts, places, strict=True)
+            other_logits(block, left, sides.transposed[r], scale, rows.start, tile)
+            for block, left, (_, r), tile in zip(group, lefts, places, tiles, strict=True)
         ]
         self.top = reference(self.exps) if referred else paddle.zeros([], dtype=scale.dtype)
         self.total = paddle.zeros([rows.stop - rows.start], dtype=scale.dtype)
@@ -250,13 +251,14 @@ class _Streaming(PyLayer):
         loss, dscale = paddle.zeros([], dtype=dtype), paddle.zeros([], dtype=dtype)
         step = chunk_rows(plan.groups, plan.memory_budget)
         for group, row_loss, places in zip(plan.groups, plan.row_losses, plan.sides, strict=True):
+            tiles = [paddle.zeros([min(step, plan.rows), block.right.shape[0]], dtype) for block in group]
             for start in range(0, plan.rows, step):
                 rows = slice(start, min(start + step, plan.rows))
-                chunk = GroupChunk(group, row_loss, places, sides, s, rows, referred)
+                chunk = GroupChunk(group, row_loss, places, sides, s, rows, referred, tiles)
                 loss = loss + (weights[rows] * chunk.losses()).sum()
                 if plan.differentiates:
                     dscale = dscale + chunk.add_gradients(weights[rows], s, sides)
-                del chunk  # its tile, before the next one is made
+            del chunk, tiles  # before the next group's are made
         ctx.plan, ctx.grads, ctx.dscale = plan, sides.gradients(), dscale
         ctx.dtypes, ctx.scale_like = [t.dtype for t in tensors], scale
         return loss

@@ -40,19 +40,32 @@ def own_logits(block: Block, left: Tensor, right: Tensor, scale: Tensor, start: 
     return paddle.where(own < 0, paddle.full_like(logits, _NEGATIVE_INFINITY), logits)
 
 
-def other_logits(block: Block, left: Tensor, right_t: Tensor, scale: Tensor, start: int) -> Tensor:
+def product(left: Tensor, right_t: Tensor, out: Tensor | None = None) -> Tensor:
+    """[rows, N] left @ right_t, into the first rows of `out` where it is given.
+
+    On a CPU the pages of a fresh tile cost nearly as much as the product that fills it: loops over chunks keep one.
+    """
+    if out is None:
+        return paddle.matmul(left, right_t)
+    return out[: left.shape[0]].addmm_(left, right_t, beta=0.0)
+
+
+def other_logits(
+    block: Block, left: Tensor, right_t: Tensor, scale: Tensor, start: int, out: Tensor | None = None
+) -> Tensor:
     """Logits of the rows start ... start + len(left), with -inf at own and dropped entries.
 
     Args:
         right_t: [D, N], the columns transposed once: on a CPU a product with a transposed factor is slower.
+        out: [at least rows, N], memory for the result; None: it is freshly allocated.
 
     Returns:
-        [rows, N], freshly allocated: callers write into it.
+        [rows, N]: callers write into it.
     """
     if block.masks:
-        similarity = paddle.matmul(left, right_t)
+        similarity = product(left, right_t, out)
         return masked_logits(block, similarity, scale, start, fixed_mask(block, start, left.shape[0], left.dtype))
-    logits = paddle.matmul(left * scale, right_t)
+    logits = product(left * scale, right_t, out)
     if block.own is not None:
         set_own(logits, block.own[start : start + left.shape[0]], _NEGATIVE_INFINITY)
     return logits
