@@ -34,7 +34,8 @@ install_into_venv() {
 
 use_all_of_the_cpu() {
   # Paddle's matrix products come from a version of MKL that takes its slowest path on AMD processors (three times
-  # slower for a whole loss: benchmarks/README.md). This variable names the path; it is left alone where it is set, or on other processors.
+  # slower for a whole loss: benchmarks/README.md). This variable names the right one; it is left alone where it is set,
+  # and on other processors.
   if [ -z "${MKL_DEBUG_CPU_TYPE:-}" ] && grep -q AuthenticAMD /proc/cpuinfo 2>/dev/null; then
     if grep -q avx512f /proc/cpuinfo; then export MKL_DEBUG_CPU_TYPE=7; else export MKL_DEBUG_CPU_TYPE=5; fi
   fi
