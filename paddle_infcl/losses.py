@@ -103,21 +103,25 @@ class InfCLLoss(nn.Layer):
         Returns:
             0-d loss.
         """
-        own = _given(own, q)
-        temperature = self._temperature if self.log_temperature is None else paddle.exp(self.log_temperature)
-
-        matryoshka = None
-        if self.matryoshka_dims:
-            matryoshka = Matryoshka(self.matryoshka_dims, self.matryoshka_weights, self.margin)
+        own = given_own(own, q)
         return global_info_nce(
             info_nce_groups(q, p, own=own, q_ids=q_ids, p_ids=p_ids, margin=self.margin),
-            temperature=temperature,
+            temperature=self._differentiable_temperature(),
             ranks=self.ranks,
             strategy=self.strategy,
             backend=self.backend,
             memory_budget=self.memory_budget,
-            matryoshka=matryoshka,
+            matryoshka=self._matryoshka(),
         )
+
+    def _differentiable_temperature(self) -> float | Tensor:
+        """T, a tensor with a graph where it is learnt."""
+        return self._temperature if self.log_temperature is None else paddle.exp(self.log_temperature)
+
+    def _matryoshka(self) -> Matryoshka | None:
+        if not self.matryoshka_dims:
+            return None
+        return Matryoshka(self.matryoshka_dims, self.matryoshka_weights, self.margin)
 
     @paddle.no_grad()
     def effective_negatives(
@@ -134,12 +138,12 @@ class InfCLLoss(nn.Layer):
         """
         if self.matryoshka_dims:
             q, p = l2_normalize(q.astype("float32")), l2_normalize(p.astype("float32"))
-        groups = info_nce_groups(q, p, own=_given(own, q), q_ids=q_ids, p_ids=p_ids, margin=self.margin)
+        groups = info_nce_groups(q, p, own=given_own(own, q), q_ids=q_ids, p_ids=p_ids, margin=self.margin)
         counts = global_counts(groups[0], ranks=self.ranks, strategy=self.strategy, memory_budget=self.memory_budget)
         return float(counts.mean()) if q.shape[0] else 0.0
 
 
-def _given(own: Tensor | None, q: Tensor) -> Tensor | None:
+def given_own(own: Tensor | None, q: Tensor) -> Tensor | None:
     """Without rows, no number of passages per query follows."""
     return paddle.zeros([0], dtype="int64") if own is None and q.shape[0] == 0 else own
 

@@ -20,12 +20,12 @@ from paddle_infcl.functional.candidates import Candidates
 from paddle_infcl.functional.contrastive import info_nce_groups
 from paddle_infcl.functional.distillation import DISTILLATIONS, distillation_loss
 from paddle_infcl.functional.guided import MARGIN_STRATEGIES, guide_vectors, guided_groups
-from paddle_infcl.functional.matryoshka import Matryoshka, prefix_groups, unit_prefixes
+from paddle_infcl.functional.matryoshka import prefix_groups, unit_prefixes
 from paddle_infcl.functional.qwen3 import qwen3_groups
 from paddle_infcl.functional.ranking import check_ranking, ranking_groups
 from paddle_infcl.functional.row_losses import Debiased
 from paddle_infcl.functional.symmetric import symmetric_loss
-from paddle_infcl.losses import InfCLLoss, build_loss
+from paddle_infcl.losses import InfCLLoss, build_loss, given_own
 
 
 @dataclass(eq=False)
@@ -233,8 +233,8 @@ class ObjectiveLoss(InfCLLoss):
         Returns:
             0-d loss.
         """
-        own = paddle.zeros([0], dtype="int64") if own is None and q.shape[0] == 0 else own
-        temperature = self._temperature if self.log_temperature is None else paddle.exp(self.log_temperature)
+        own = given_own(own, q)
+        temperature = self._differentiable_temperature()
         weight, terms = self._contrastive_weight, []
         if weight:
             batch = Batch(q, p, own, q_ids, p_ids, guide_q, guide_p)
@@ -257,10 +257,9 @@ class ObjectiveLoss(InfCLLoss):
             return symmetric_loss(batch.q, batch.p, q_ids=batch.q_ids, p_ids=batch.p_ids, **options)
         groups = self.objective.groups(batch)
         options |= extras
-        matryoshka = None
-        if self.matryoshka_dims:
-            matryoshka = Matryoshka(self.matryoshka_dims, self.matryoshka_weights, self.margin)
-        return global_info_nce(groups, ranks=self.ranks, strategy=self.strategy, matryoshka=matryoshka, **options)
+        return global_info_nce(
+            groups, ranks=self.ranks, strategy=self.strategy, matryoshka=self._matryoshka(), **options
+        )
 
     def _distilled(self, q, p, own, scores, temperature) -> Tensor:
         if scores is None:
@@ -295,7 +294,7 @@ class ObjectiveLoss(InfCLLoss):
         All processes must call. With a margin or a guide it costs a forward pass of the loss; at full width for
         Matryoshka; in the first direction where directions have a softmax each.
         """
-        own = paddle.zeros([0], dtype="int64") if own is None and q.shape[0] == 0 else own
+        own = given_own(own, q)
         groups = self.objective.groups(Batch(q, p, own, q_ids, p_ids, guide_q, guide_p))
         if self.matryoshka_dims:
             groups = (

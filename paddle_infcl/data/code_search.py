@@ -12,7 +12,6 @@ import argparse
 import ast
 import csv
 import importlib.metadata
-import json
 import os
 import re
 import sys
@@ -24,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from paddle_infcl.data.retrieval_set import write_jsonl, write_retrieval_set
+from paddle_infcl.data.retrieval_set import write_counts, write_jsonl, write_retrieval_set
 from paddle_infcl.data.rows import DataError
 from paddle_infcl.log import logger
 
@@ -239,9 +238,7 @@ def make(
         "seed": seed,
         "python": ".".join(map(str, sys.version_info[:3])),
     }
-    with open(os.path.join(output_dir, "counts.json"), "w", encoding="utf-8") as stream:
-        json.dump(counts, stream, indent=2)
-        stream.write("\n")
+    write_counts(output_dir, counts)
     return counts
 
 

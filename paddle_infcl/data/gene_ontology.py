@@ -14,7 +14,7 @@ import os
 import sqlite3
 from collections.abc import Sequence
 
-from paddle_infcl.data.retrieval_set import write_jsonl, write_retrieval_set
+from paddle_infcl.data.retrieval_set import write_counts, write_jsonl, write_retrieval_set
 from paddle_infcl.data.rows import DataError
 
 FILE = "/usr/lib/R/site-library/GO.db/extdata/GO.sqlite"
@@ -103,9 +103,7 @@ def make(
     size = len(test) if eval_corpus is None else eval_corpus
     counts: dict = {"eval": write_retrieval_set(os.path.join(output_dir, "eval"), asked, eval_queries, size, seed)}
     counts |= {"train": len(pairs), "terms": len(train), "held_out": len(asked), "held_out_terms": len(test)}
-    with open(os.path.join(output_dir, "counts.json"), "w", encoding="utf-8") as stream:
-        json.dump(counts, stream, indent=2)
-        stream.write("\n")
+    write_counts(output_dir, counts)
     return counts
 
 

@@ -16,6 +16,13 @@ def write_jsonl(path: str, rows: Sequence[dict]) -> None:
             stream.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
+def write_counts(folder: str, counts: dict) -> None:
+    """Writes what a set holds to `counts.json`."""
+    with open(os.path.join(folder, "counts.json"), "w", encoding="utf-8") as stream:
+        json.dump(counts, stream, indent=2)
+        stream.write("\n")
+
+
 def write_retrieval_set(folder: str, pairs: Sequence[dict], queries: int, corpus: int, seed: int) -> dict[str, int]:
     """Writes held-out pairs as a retrieval task.
 

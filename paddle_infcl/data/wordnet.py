@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 
-from paddle_infcl.data.retrieval_set import write_jsonl, write_retrieval_set
+from paddle_infcl.data.retrieval_set import write_counts, write_jsonl, write_retrieval_set
 from paddle_infcl.data.rows import DataError
 
 FOLDER = "/usr/share/wordnet"
@@ -106,9 +106,7 @@ def make(
     size = len(test) if eval_corpus is None else eval_corpus
     counts["eval"] = write_retrieval_set(os.path.join(output_dir, "eval"), test, eval_queries, size, seed)
     counts |= {"train": len(train), "held_out": len(test), "seed": seed}
-    with open(os.path.join(output_dir, "counts.json"), "w", encoding="utf-8") as stream:
-        json.dump(counts, stream, indent=2)
-        stream.write("\n")
+    write_counts(output_dir, counts)
     return counts
 
 

@@ -29,7 +29,7 @@ from paddle_infcl.functional.blocks import Block
 from paddle_infcl.functional.budget import default_budget
 from paddle_infcl.functional.matryoshka import Matryoshka, own_cosines, prefix_groups
 from paddle_infcl.functional.row_losses import RowLoss
-from paddle_infcl.functional.streaming import Plan, Sides, own_entries, reference, row_sums
+from paddle_infcl.functional.streaming import Plan, Sides, kept_gradients, own_entries, reference, row_sums
 from paddle_infcl.functional.tiles import exponentials_, fixed_mask, masked_logits, set_own
 
 
@@ -194,15 +194,13 @@ class _OneSweep(PyLayer):
             if grad is not None:
                 for dim, r, sums in zip(dims[:-1], inverse, radial, strict=True):
                     grad[:, :dim] = grad[:, :dim] - value[:, :dim] * (sums * r.square()).unsqueeze(1)
-        ctx.plan, ctx.grads, ctx.dscale, ctx.scale_like = plan, grads, dscale, scale
+        ctx.plan, ctx.grads, ctx.dscale = plan, grads, dscale
+        ctx.dtypes, ctx.scale_like = [t.dtype for t in tensors], scale
         return loss
 
     @staticmethod
     def backward(ctx, dloss):
-        grads, ctx.grads = ctx.grads, None
-        out = [None if g is None else g.multiply_(dloss.astype(g.dtype)) for g in grads]
-        dscale = (ctx.dscale * dloss).astype(ctx.scale_like.dtype).reshape(ctx.scale_like.shape)
-        return (dscale if ctx.plan.wants_scale else None, *out)
+        return kept_gradients(ctx, dloss)
 
 
 def _safe_without_reference(plan: Plan, scale: Tensor) -> bool:

@@ -23,7 +23,7 @@ from paddle.autograd import PyLayer
 
 from paddle_infcl.functional.blocks import Block
 from paddle_infcl.functional.budget import chunk_rows
-from paddle_infcl.functional.streaming import Plan, Sides, row_sums
+from paddle_infcl.functional.streaming import Plan, Sides, kept_gradients, row_sums
 from paddle_infcl.functional.tiles import other_logits, set_own
 
 
@@ -40,19 +40,13 @@ class _OwnAboveMean(PyLayer):
             for start in range(0, plan.rows, step):
                 rows = slice(start, min(start + step, plan.rows))
                 value = value + _add_chunk(group, places, sides, s, rows, weights[rows])
-        ctx.grads, ctx.slope = sides.gradients(), value / s
+        ctx.grads, ctx.dscale = sides.gradients(), value / s
         ctx.plan, ctx.dtypes, ctx.scale_like = plan, [t.dtype for t in tensors], scale
         return value
 
     @staticmethod
     def backward(ctx, dvalue):
-        grads, ctx.grads = ctx.grads, None
-        out = [
-            None if g is None else g.multiply_(dvalue.astype(g.dtype)).astype(dtype)
-            for g, dtype in zip(grads, ctx.dtypes, strict=True)
-        ]
-        dscale = (ctx.slope * dvalue).astype(ctx.scale_like.dtype).reshape(ctx.scale_like.shape)
-        return (dscale if ctx.plan.wants_scale else None, *out)
+        return kept_gradients(ctx, dvalue)
 
 
 def _add_chunk(group: Sequence[Block], places: list, sides: Sides, scale: Tensor, rows: slice, weights) -> Tensor:

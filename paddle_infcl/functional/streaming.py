@@ -25,7 +25,7 @@ from paddle.autograd import PyLayer
 
 from paddle_infcl.functional.blocks import Block
 from paddle_infcl.functional.budget import chunk_rows, distinct_sides
-from paddle_infcl.functional.row_losses import InfoNCE, RowLoss, RowTerms, logaddexp, softplus  # noqa: F401
+from paddle_infcl.functional.row_losses import InfoNCE, RowLoss, RowTerms
 from paddle_infcl.functional.tiles import accumulation_dtype, exponentials_, other_logits, own_logits, set_own
 
 
@@ -240,6 +240,28 @@ def own_entries(terms: RowTerms, total: Tensor) -> tuple[Tensor, Tensor]:
     return own, paddle.where(nothing, zeros, dothers / safe)
 
 
+def kept_gradients(ctx, dloss: Tensor) -> tuple:
+    """The backward pass of a layer whose forward pass made the gradients: they times the incoming one.
+
+    In place: the gradients are the layer's own, and Paddle walks the graph of a PyLayer once only.
+
+    Args:
+        ctx: of the layer, with `plan`, `grads` per tensor in the accumulation dtype (None: not wanted), `dtypes` of
+            the tensors, `dscale` 0-d, and `scale_like`, the scale as it was given.
+        dloss: 0-d.
+
+    Returns:
+        Gradients of the scale (None: not wanted) and of the tensors.
+    """
+    grads, ctx.grads = ctx.grads, None
+    out = [
+        None if g is None else g.multiply_(dloss.astype(g.dtype)).astype(dtype)
+        for g, dtype in zip(grads, ctx.dtypes, strict=True)
+    ]
+    dscale = (ctx.dscale * dloss).astype(ctx.scale_like.dtype).reshape(ctx.scale_like.shape)
+    return (dscale if ctx.plan.wants_scale else None, *out)
+
+
 class _Streaming(PyLayer):
     @staticmethod
     def forward(ctx, plan, scale, *tensors):
@@ -265,14 +287,7 @@ class _Streaming(PyLayer):
 
     @staticmethod
     def backward(ctx, dloss):
-        # In place: the gradients are this layer's own, and Paddle walks the graph of a PyLayer once only.
-        grads, ctx.grads = ctx.grads, None
-        out = [
-            None if g is None else g.multiply_(dloss.astype(g.dtype)).astype(dtype)
-            for g, dtype in zip(grads, ctx.dtypes, strict=True)
-        ]
-        dscale = (ctx.dscale * dloss).astype(ctx.scale_like.dtype).reshape(ctx.scale_like.shape)
-        return (dscale if ctx.plan.wants_scale else None, *out)
+        return kept_gradients(ctx, dloss)
 
 
 def streaming_info_nce(

@@ -23,7 +23,7 @@ from paddle_infcl.functional.blocks import Block, check_groups
 from paddle_infcl.functional.budget import default_budget
 from paddle_infcl.functional.contrastive import as_scale, info_nce
 from paddle_infcl.functional.row_losses import InfoNCE, logaddexp
-from paddle_infcl.functional.streaming import Plan, Sides, reference, row_sums, safe_without_reference
+from paddle_infcl.functional.streaming import Plan, Sides, kept_gradients, reference, row_sums, safe_without_reference
 from paddle_infcl.functional.tiles import exponentials_, other_logits, set_own
 
 
@@ -110,13 +110,7 @@ class _Shared(PyLayer):
 
     @staticmethod
     def backward(ctx, dloss):
-        grads, ctx.grads = ctx.grads, None
-        out = [
-            None if g is None else g.multiply_(dloss.astype(g.dtype)).astype(dtype)
-            for g, dtype in zip(grads, ctx.dtypes, strict=True)
-        ]
-        dscale = (ctx.dscale * dloss).astype(ctx.scale_like.dtype).reshape(ctx.scale_like.shape)
-        return (dscale if ctx.plan.wants_scale else None, *out)
+        return kept_gradients(ctx, dloss)
 
 
 def _chunks(plan: Plan, block: Block) -> Iterator[slice]:
