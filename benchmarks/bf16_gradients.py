@@ -3,9 +3,9 @@
 
     python benchmarks/bf16_gradients.py
 
-B = N = 2048 unit vectors of D = 512, T = .02. Products accumulate in float32; logits, log-probabilities and the gradient
-of the logits are rounded to bf16, as a bf16 cross-entropy does. Prints |dq - float64| / |float64| for own cosines .12, .5
-and .9. `tests/gpu/check_contrastive.py` prints the kernels' errors for the same cases.
+B = N = 2048 unit vectors of D = 512, T = .02. Products accumulate in float32; logits, log-probabilities and the
+gradient of the logits are rounded to bf16, as a bf16 cross-entropy does. Prints |dq - float64| / |float64| for own
+cosines .12, .5 and .9. `tests/gpu/check_contrastive.py` prints the errors of the kernels for the same cases.
 """
 
 from __future__ import annotations
