@@ -145,6 +145,28 @@ def test_blocks_in_one_softmax(dtype):
     compare(ops, arrays, gte(40, np.arange(40), 40), dtype)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("blocks", [(0, 2), (0, 1, 2, 3), (1, 3, 0)])
+def test_blocks_in_one_pass(blocks, dtype, monkeypatch):
+    """Chunk by chunk: a tensor is a left side of one block and a right side of another, the own entries come late."""
+    from paddle_infcl_ops import one_pass, two_pass
+
+    monkeypatch.setattr(one_pass, "FEWEST_ROWS", 32)
+    monkeypatch.setattr(two_pass, "gradients", None)
+    arrays, _ = pair(70, 70, 40)
+    directions = gte(70, np.arange(70), 70)[0]
+    compare(ops, arrays, [[directions[k] for k in blocks]], dtype, budget=(4 * 70 * 4 + 500) * 40)
+
+
+@pytest.mark.parametrize("temperature", [0.005, 0.02])
+def test_a_block_far_above_the_others(temperature):
+    """References come from all blocks, and rows that they miss are computed again in all of them."""
+    arrays, _ = pair(40, 40, 64)
+    arrays["q"][7] *= 12
+    arrays["q"][11] = arrays["q"][7]
+    compare(ops, arrays, gte(40, np.arange(40), 40), "float32", temperature=temperature, tolerance=2e-3)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_groups(dtype):
     """The symmetric loss: two log-sum-exps, averaged."""

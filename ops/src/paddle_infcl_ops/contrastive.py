@@ -3,7 +3,7 @@
 
     loss = mean over groups of sum_i w_i * (log-sum-exp over the group's blocks of z_ij  -  z_i,own)
 
-`info_nce` takes one pass when every group is a single block in bf16 or fp32 and a gradient is wanted, else two.
+`info_nce` takes one pass in bf16 and fp32 if a gradient is wanted and whole rows of a group fit the budget, else two.
 See one_pass.py and two_pass.py for the formulas and for what is saved.
 """
 
@@ -111,8 +111,7 @@ class _Job:
         losses = empty([len(self.groups) * self.B], paddle.float32, first)
         plans = None
         if (any(self.wanted) or self.wanted_scale) and first.dtype != paddle.float16:
-            if all(len(group) == 1 for group in self.groups):
-                plans = [one_pass.plan(group[0], self.budget) for group in self.groups]
+            plans = [one_pass.plan(group, self.budget) for group in self.groups]
         if plans and all(plans):
             self._one_pass(plans, losses)
         else:
@@ -137,15 +136,14 @@ class _Job:
         return (scale_gradient, *gradients) if self.scale_is_tensor else tuple(gradients)
 
     def _one_pass(self, plans, losses):
-        blocks = [group[0] for group in self.groups]
-        chunks = {id(s): -(-s.B // plan.rows) for s, plan in zip(blocks, plans, strict=True)}
-        gradients = self._accumulators(lambda s: chunks[id(s)])
+        chunks = {id(s): -(-s.B // plan.rows) for g, plan in zip(self.groups, plans, strict=True) for s in g}
+        gradients = self._accumulators(lambda s: chunks[id(s)], interleaved=True)
         terms = empty([self.B], paddle.float32, losses) if self.wanted_scale else None
-        for k, (s, plan) in enumerate(zip(blocks, plans, strict=True)):
+        for k, (group, plan) in enumerate(zip(self.groups, plans, strict=True)):
             one_pass.loss_and_gradients(
-                s, self.scale, self.weights, self.share, rows_from(losses, k * self.B), plan,
-                left=self._of(gradients, s.left_source), right=self._of(gradients, s.right_source),
-                terms=terms, add_terms=k > 0,
+                group, self.scale, self.weights, self.share, rows_from(losses, k * self.B), plan,
+                lefts=[self._of(gradients, s.left_source) for s in group],
+                rights=[self._of(gradients, s.right_source) for s in group], terms=terms, add_terms=k > 0,
             )  # fmt: skip
         self.gradients, self.scale_terms = gradients, terms
 
@@ -183,11 +181,17 @@ class _Job:
     def _of(self, gradients, tensor):
         return gradients[self.of[id(tensor)]]
 
-    def _accumulators(self, chunks):
-        """A `Gradient` per wanted tensor; one that is written once needs no fp32 sums."""
+    def _accumulators(self, chunks, interleaved=False):
+        """A `Gradient` per wanted tensor; one that is written once needs no fp32 sums.
+
+        A tensor on both sides of a block starts at zero; `interleaved` (chunk by chunk, not block by block), also one
+        on both sides of a group.
+        """
         writes = [0] * len(self.tensors)
         both = set()
         for group in self.groups:
+            if interleaved:
+                both |= {self.of[id(s.left_source)] for s in group} & {self.of[id(s.right_source)] for s in group}
             for s in group:
                 left, right = self.of[id(s.left_source)], self.of[id(s.right_source)]
                 writes[left] += 1

@@ -95,9 +95,13 @@ def own_kernel(
 @changing
 def reference_kernel(
     left, right, own_similarity, own, self_column, scale, reference, rows, N, D, left_stride, right_stride,
-    BM: tl.constexpr, SAMPLES: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    MERGE: tl.constexpr, BM: tl.constexpr, SAMPLES: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """A guess at every row's largest logit: SAMPLES columns, evenly spread, and the own entry."""
+    """A guess at every row's largest logit: SAMPLES columns, evenly spread, and the own entry.
+
+    With MERGE the larger one of this and what is there, from another block.
+    """
     i = tl.program_id(0) * BM + tl.arange(0, BM)
     j = tl.arange(0, SAMPLES).to(tl.int64) * N // SAMPLES
     acc = tl.zeros((BM, SAMPLES), dtype=tl.float32)
@@ -120,7 +124,11 @@ def reference_kernel(
     top = tl.max(acc, axis=1)
     own2 = tl.load(own_similarity + i, mask=i < rows, other=0.0) * factor
     ref = tl.where(top == float("-inf"), own2, tl.maximum(top, tl.minimum(own2, top + LARGEST_LEAD)))
-    tl.store(reference + i, tl.where(ref == float("-inf"), 0.0, ref), mask=i < rows)
+    ref = tl.where(ref == float("-inf"), 0.0, ref)
+    if MERGE:
+        there = tl.load(reference + i, mask=i < rows, other=0.0)
+        ref = tl.where(top == float("-inf"), there, tl.maximum(there, ref))
+    tl.store(reference + i, ref, mask=i < rows)
 
 
 @changing
