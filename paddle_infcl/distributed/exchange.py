@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Passing tensors around a ring of processes: to the next one, from the previous one, while something else is done.
 
-Messages go in ordered pairs: processes at even places send before they receive, those at odd places receive before
-they send. No cycle of processes then waits for itself, whatever their number.
+Messages go in ordered pairs, in two turns: from even places to odd ones, then from odd ones to even ones. In a ring of
+odd length two even places are neighbours, and the message between them has a third turn. In a turn nobody has more
+than one partner, and everybody keeps to the order of the turns, so no cycle of processes waits for itself, whatever
+their number (`turns`).
 
 - NCCL and other device transports: `isend` and `irecv`, in that order; they run on their own streams.
 - Gloo: blocking `send` and `recv`, in a thread of their own. Gloo matches messages by counting those of each process,
-  so both ends of every pair must have the same count. In a ring of even length they do. In one of odd length they
-  can't (the pairs of an odd cycle need three turns, and a process that sits one out falls behind), so there every
-  process in turn broadcasts to all: W times the bytes, right all the same.
+  so both ends of every pair must have the same count: who has no partner in a turn counts on without a message.
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -24,6 +25,17 @@ from paddle import Tensor
 from paddle_infcl.distributed.ranks import Ranks, backend_of, explained
 
 Wait = Callable[[], None]
+
+
+def turns(place: int, world: int) -> list[str | None]:
+    """What the process at a place of a ring does in each turn: "send", "receive", or None for nothing."""
+    count = 2 + world % 2
+
+    def turn_of(sender: int) -> int:
+        return 2 if world % 2 and sender == world - 1 else sender % 2
+
+    does = {turn_of(place): "send", turn_of((place - 1) % world): "receive"}
+    return [does.get(turn) for turn in range(count)]
 
 
 class Exchange:
@@ -56,16 +68,20 @@ class Exchange:
         incoming = [t if t.shape[0] else paddle.zeros([1, *t.shape[1:]], t.dtype) for t in incoming]
         if not self._gloo:
             return self._start_tasks(outgoing, incoming)
-        if self.world % 2 and self.world > 1:
-            return _in_background(lambda: self._broadcasts(outgoing, incoming))
         return _in_background(lambda: self._pairs(dist.send, dist.recv, outgoing, incoming))
 
     def _pairs(self, send: Callable, receive: Callable, outgoing: list[Tensor], incoming: list[Tensor]) -> list:
         """One message after the other; returns what `send` and `receive` return."""
-        sends = [(send, t, self._next) for t in outgoing]
-        receives = [(receive, t, self._previous) for t in incoming]
-        order = sends + receives if self.place % 2 == 0 else receives + sends
-        return [call(tensor, peer) for call, tensor, peer in order]
+        results = []
+        for what in turns(self.place, self.world):
+            if what == "send":
+                results += [send(tensor, self._next) for tensor in outgoing]
+            elif what == "receive":
+                results += [receive(tensor, self._previous) for tensor in incoming]
+            elif self._gloo:
+                for _ in outgoing:
+                    _count_a_message()
+        return results
 
     def _start_tasks(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Wait:
         tasks = self._pairs(dist.isend, dist.irecv, outgoing, incoming)
@@ -77,16 +93,15 @@ class Exchange:
 
         return wait
 
-    def _broadcasts(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
-        # All processes there are, since all are in the group that messages go through: also other rings of copies.
-        for peer in range(dist.get_world_size()):
-            mine, wanted = peer == dist.get_rank(), peer == self._previous
-            # What comes by for others has sizes that only they know: a header each.
-            sizes = paddle.to_tensor([t.size for t in outgoing], dtype="int64")
-            dist.broadcast(sizes, peer)
-            for k, size in enumerate(sizes.numpy().tolist()):
-                buffer = outgoing[k] if mine else incoming[k] if wanted else paddle.empty([size], outgoing[k].dtype)
-                dist.broadcast(buffer, peer)
+
+def _count_a_message() -> None:
+    """Raises gloo's count of this process's messages by one, without a message.
+
+    A sum of nothing is numbered like every message. Then gloo looks at its size and refuses it, before it talks to
+    anybody. Were it not counted, the next message would fail with a timeout.
+    """
+    with contextlib.suppress(RuntimeError):
+        dist.all_reduce(paddle.empty([0]))
 
 
 _work: queue.SimpleQueue = queue.SimpleQueue()

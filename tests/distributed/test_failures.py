@@ -51,9 +51,9 @@ class Task:
         self.log.append(f"wait {self.name}")
 
 
-@pytest.mark.parametrize("rank, order", [(0, "send recv"), (1, "recv send"), (2, "send recv")])
+@pytest.mark.parametrize("rank, order", [(0, "send recv"), (1, "recv send"), (2, "recv send")])
 def test_ordered_pairs_on_device_transports(monkeypatch, rank, order):
-    """Even places send first, odd ones receive first; waiting is left to the end."""
+    """Even places send first, odd ones and the last of an odd ring receive first; waiting is left to the end."""
     log = []
 
     def task(kind):
@@ -73,6 +73,27 @@ def test_ordered_pairs_on_device_transports(monkeypatch, rank, order):
     assert log == [messages[kind] for kind in order.split()]
     wait()
     assert log[2:] == [f"wait {kind}" for kind in order.split()]
+
+
+@pytest.mark.parametrize(
+    "rank, order", [(0, "send count recv"), (1, "recv send count"), (2, "count recv send")], ids=str
+)
+def test_gloo_counts_the_turns_without_a_message(monkeypatch, rank, order):
+    """In a ring of odd length, where both ends of a message need the same count: one per tensor and turn."""
+    log = []
+    monkeypatch.setattr(exchange, "backend_of", lambda group: "GLOO")
+    monkeypatch.setattr(exchange.dist, "send", lambda tensor, peer: log.append("send"))
+    monkeypatch.setattr(exchange.dist, "recv", lambda tensor, peer: log.append("recv"))
+
+    def refuse(tensor):
+        assert tensor.size == 0
+        log.append("count")
+        raise RuntimeError("opts.elements > 0")
+
+    monkeypatch.setattr(exchange.dist, "all_reduce", refuse)
+    wait = Exchange(FakeRanks(rank, 3)).start([paddle.ones([2, 3]), paddle.ones([1])], [paddle.ones([2, 3])] * 2)
+    wait()
+    assert log == [what for what in order.split() for _ in range(2)]
 
 
 def test_errors_in_the_background_arrive_at_the_wait(monkeypatch):

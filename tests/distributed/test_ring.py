@@ -11,6 +11,7 @@ import paddle
 import pytest
 
 from paddle_infcl.distributed.columns import header_of, layout_from, numbered_owners
+from paddle_infcl.distributed.exchange import turns
 from paddle_infcl.distributed.ring import RingPlan, bytes_sent, part_of, ring_gradients, ring_lse, schedule
 from paddle_infcl.functional.blocks import Block
 from paddle_infcl.functional.contrastive import info_nce
@@ -36,6 +37,22 @@ def test_the_schedule_shows_every_shard_to_every_process_once(world):
         gradients = np.array([[hop.gradient_arriving for hop in line[1:]] for line in hops])
         assert (np.roll(gradients, -1, axis=0) == seen[:, 1:]).all()  # what leaves is what the next one expects
         assert (gradients[:, -1] == np.arange(world)).all()  # at the end everybody has his own
+
+
+def test_messages_meet_in_their_turns():
+    """For every number of processes: one message to the next and one from the previous, with a partner in every turn.
+
+    Nobody waits for himself then: who is at the earliest turn has a partner that waits for nothing earlier. And as
+    everybody goes through the same number of turns, both ends of a message have counted the same number.
+    """
+    for world in range(2, 1025):
+        everybody = [turns(place, world) for place in range(world)]
+        assert {len(line) for line in everybody} == {2 + world % 2}
+        for place, line in enumerate(everybody):
+            following = everybody[(place + 1) % world]
+            assert sorted(filter(None, line)) == ["receive", "send"]
+            assert line.index("send") == following.index("receive")
+            assert world % 2 or None not in line
 
 
 @pytest.mark.parametrize("world", [3, 4, 7, 32, 1024])
