@@ -26,6 +26,7 @@ def free_ports(count: int) -> list[int]:
 def environment(rank: int, world: int, ports: list[int]) -> dict[str, str]:
     """What paddle.distributed.launch gives a process, for gloo on one machine."""
     endpoints = [f"127.0.0.1:{port}" for port in ports[:world]]
+    paths = [str(ROOT), str(ROOT / "ops" / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {
         "PADDLE_TRAINER_ID": str(rank),
         "PADDLE_RANK_IN_NODE": str(rank),
@@ -36,7 +37,7 @@ def environment(rank: int, world: int, ports: list[int]) -> dict[str, str]:
         "PADDLE_DISTRI_BACKEND": "gloo",
         "TEST_STORE_PORTS": ",".join(map(str, ports[world + 1 :])),
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "ops" / "src")]),
+        "PYTHONPATH": os.pathsep.join(paths),
     }
 
 
