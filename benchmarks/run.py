@@ -4,8 +4,10 @@
     python benchmarks/run.py gpu:0 --out results.json                 the table of the README
     python benchmarks/run.py gpu:0 --cases "8k,32k, ids" --repeat 5
 
-Every case prints one JSON line: ms (median), tflops (6BND / time; 2BND for a value alone), mib (memory beyond the
-inputs, gradients included; only of the first case of a process, memory that was held before is not seen).
+Every case prints one JSON line: ms (median), tflops (6BND / time for every block; 2BND for a value alone), mib (memory
+beyond the inputs, gradients included; only of the first case of a process, memory that was held before is not seen),
+and for objectives the ratio to their plain counterpart, if that was among the cases before. Objectives are timed as
+their lists of blocks (`groups.py`), the debiased loss as its two sweeps over them, own terms not included.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ import json
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import paddle
@@ -28,6 +29,7 @@ import paddle_infcl_ops as ops  # noqa: E402
 from paddle_infcl_ops import driver  # noqa: E402
 
 from benchmarks.cases import CASES, TEMPERATURE, Case  # noqa: E402
+from benchmarks.groups import block, groups_of, rows_of  # noqa: E402, F401
 
 
 def use(device: str) -> None:
@@ -61,37 +63,9 @@ def vectors(rows: int, width: int, dtype: str, seed: int, near: np.ndarray | Non
     return paddle.to_tensor(x).astype(dtype) if dtype != "float32" else paddle.to_tensor(x), host
 
 
-def block(left, right, own=None, **fields) -> SimpleNamespace:
-    """A block as the operators take it."""
-    names = ("self_column", "row_ids", "column_ids", "owner", "owner_rule", "limit", "guide", "hardness")
-    return SimpleNamespace(left=left, right=right, own=own, row_offset=0, **{n: fields.get(n) for n in names})
-
-
-def groups_of(case: Case, q, p) -> list:
-    """The blocks of a case."""
-    B, N = case.B, case.N
-    own = paddle.to_tensor(np.arange(B) * (N // B))
-    if case.kind == "ids":
-        generator = np.random.default_rng(7)
-        ids = [paddle.to_tensor(generator.integers(0, 2**40, (n, 2))) for n in (B, N)]
-        return [[block(q, p, own, row_ids=ids[0], column_ids=ids[1])]]
-    if case.kind == "margin":
-        return [[block(q, p, own, limit=paddle.to_tensor(np.full(B, 0.22, "float32")))]]
-    if case.kind in ("blocks", "guide", "blocks guide"):
-        itself, guide = paddle.to_tensor(np.arange(B)), lambda x, y: None
-        if "guide" in case.kind:
-            seen = {id(q): vectors(B, 384, case.dtype, 3)[0], id(p): vectors(N, 384, case.dtype, 4)[0]}
-            threshold = paddle.to_tensor(np.full(B, 0.3, "float32"))
-
-            def guide(x, y):
-                return SimpleNamespace(left=seen[id(x)], right=seen[id(y)], threshold=threshold, keep_own=False)
-
-        first = block(q, p, own, guide=guide(q, p))
-        if case.kind == "guide":
-            return [[first]]
-        return [[first, block(q, q, self_column=itself, guide=guide(q, q)),
-                 block(p, p, self_column=itself, guide=guide(p, p))]]  # fmt: skip
-    return [[block(q, p, own)]]
+def two_sweeps(one, scale: float, weights: paddle.Tensor) -> paddle.Tensor:
+    """What the debiased loss asks of the operators: log-sum-exps, then gradients weighted by row."""
+    return ops.block_grads(one, scale, ops.block_lse(one, scale), weights)[2]
 
 
 def run(case: Case, repeat: int) -> dict:
@@ -100,11 +74,14 @@ def run(case: Case, repeat: int) -> dict:
     p, _ = vectors(case.N, case.D, case.dtype, 2, near=host)
     del host
     q.stop_gradient = p.stop_gradient = case.kind == "lse"
-    groups = groups_of(case, q, p)
+    groups = groups_of(case, q, p, lambda rows, seed: vectors(rows, 384, case.dtype, seed)[0])
+    weights = rows_of(1 / case.B, case.B)
     one = paddle.to_tensor(1.0)  # the incoming gradient: making one waits for the device on a custom device
     before = free_bytes()
 
     def once():
+        if case.kind == "debiased":
+            return two_sweeps(groups[0][0], 1 / TEMPERATURE, weights)
         loss = ops.info_nce(groups, scale=1 / TEMPERATURE, row_weights=1 / case.B, memory_budget=case.budget)
         if not loss.stop_gradient:
             loss.backward(one)
@@ -136,7 +113,7 @@ def run(case: Case, repeat: int) -> dict:
         "case": case.name, "B": case.B, "N": case.N, "D": case.D, "kind": case.kind, "dtype": case.dtype,
         "ms": round(middle * 1e3, 3), "fastest": round(min(times) * 1e3, 3),
         "tflops": round(case.flop / middle / 1e12, 1),
-        "mib": round(used / 2**20, 1), "loss": float(loss),
+        "mib": round(used / 2**20, 1), "loss": float(loss.numpy().ravel()[0]),
     }  # fmt: skip
 
 
@@ -148,9 +125,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON lines are appended to this file as well")
     arguments = parser.parse_args()
     use(arguments.device)
+    ms: dict[str, float] = {}
     for name in arguments.cases.split(";"):
         try:
-            line = json.dumps(run(CASES[name], arguments.repeat))
+            result = run(CASES[name], arguments.repeat)
+            ms[name], than = result["ms"], CASES[name].than
+            if than in ms:
+                result |= {"than": than, "ratio": round(ms[name] / ms[than], 2)}
+            line = json.dumps(result)
         except Exception as error:
             line = json.dumps({"case": name, "error": f"{type(error).__name__}: {error}"[:300]})
         print(line, flush=True)
