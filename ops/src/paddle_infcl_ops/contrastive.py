@@ -9,13 +9,14 @@ See one_pass.py and two_pass.py for the formulas and for what is saved.
 
 from __future__ import annotations
 
+import math
 import sys
 
 import paddle
 import triton
 from paddle.autograd import PyLayer
 
-from . import one_pass, static, two_pass
+from . import one_pass, replay, static, two_pass
 from .dispatch import launch
 from .driver import empty, is_interpreting
 from .gradients import Gradient, scaled
@@ -94,31 +95,76 @@ class _Job:
 
     def __init__(self, groups, tensors, scale, row_weights, memory_budget, wanted, learns):
         # detach: the graph of the inputs must not be kept alive from here, nor the blocks' tensors taken for leaves
-        detached = {id(t): t.detach() for t in tensors}
-        self.tensors = [detached[id(t)] for t in tensors]
-        self.groups = [[Similarity(b, detached[id(b.left)], detached[id(b.right)]) for b in g] for g in groups]
+        self.tensors = [t.detach() for t in tensors]
+        self.blocks, self.sources = groups, {id(t): k for k, t in enumerate(tensors)}
         self.of = {id(t): k for k, t in enumerate(self.tensors)}
         self.scale_is_tensor = isinstance(scale, paddle.Tensor)
         self.scale = scale.detach() if self.scale_is_tensor else number(float(scale))
         self.wanted, self.wanted_scale = wanted, learns and self.scale_is_tensor and not scale.stop_gradient
         self.weights, self.share = row_weights, 1.0 / len(groups)
-        self.budget = memory_budget or max(_LEAST_BUDGET, sum(t.size * t.element_size() for t in self.tensors))
-        self.B = self.groups[0][0].B
-        self.lse = self.own = self.gradients = self.scale_terms = None
+        self.budget = memory_budget or max(_LEAST_BUDGET, sum(math.prod(t.shape) * t.element_size() for t in tensors))
+        self.B = groups[0][0].left.shape[0]
+        self.groups = self.lse = self.own = self.gradients = self.scale_terms = None
 
     def forward(self):
-        first = self.tensors[0]
-        losses = empty([len(self.groups) * self.B], paddle.float32, first)
+        blocks, self.blocks = self.blocks, None  # their tensors bring the graph of the inputs along
+        key, inputs = self._signature(blocks)
+        tape = replay.find(key, inputs[0])
+        if tape is not None:
+            loss, *buffers = tape.play(inputs)
+            self._take(buffers)
+            return loss
+        self.groups = [
+            [Similarity(b, *(self.tensors[self.sources[id(t)]] for t in (b.left, b.right))) for b in group]
+            for group in blocks
+        ]
         plans = None
-        if (any(self.wanted) or self.wanted_scale) and first.dtype != paddle.float16:
+        if (any(self.wanted) or self.wanted_scale) and self.tensors[0].dtype != paddle.float16:
             plans = [one_pass.plan(group, self.budget) for group in self.groups]
-        if plans and all(plans):
-            self._one_pass(plans, losses)
-        else:
+        if not plans or not all(plans):
+            losses = empty([len(self.groups) * self.B], paddle.float32, self.tensors[0])
             self._log_sum_exps(losses)
-        loss = empty([], paddle.float32, first)
-        launch(sum_kernel, (1,), losses, loss, int(losses.size), 1.0, LARGEST=False, BLOCK=4096, num_warps=8)
+            return _total(losses)
+        with replay.recording(key, inputs) as keep:
+            losses = empty([len(self.groups) * self.B], paddle.float32, self.tensors[0])
+            self._one_pass(plans, losses)
+            loss = _total(losses)
+            results = [loss, *(g.buffer for g in self.gradients if g is not None)]
+            keep(results if self.scale_terms is None else [*results, self.scale_terms])
         return loss
+
+    def _signature(self, blocks):
+        """(what the launches follow from besides addresses, the tensors that they may read)."""
+        inputs, shape = list(self.tensors), [self.share, self.budget, *self.wanted, self.wanted_scale]
+        for group in blocks:
+            shape.append(len(group))
+            for b in group:
+                guide, hardness = b.guide, b.hardness
+                shape += [self.sources[id(b.left)], self.sources[id(b.right)], b.row_offset, b.owner_rule]
+                shape += [guide and guide.keep_own, hardness and (hardness.columns, float(hardness.strength))]
+                inputs += [b.own, b.self_column, b.owner, b.limit, b.row_ids, b.column_ids]
+                if guide is not None:
+                    inputs += [guide.left, guide.right, guide.threshold]
+        for number_or_tensor in (self.scale, self.weights):
+            if isinstance(number_or_tensor, paddle.Tensor):
+                inputs.append(number_or_tensor)
+            else:
+                shape.append(number_or_tensor)
+        shape += map(replay.layout, inputs)
+        inputs = [t for t in inputs if t is not None]
+        first_seen: dict = {}
+        shape += [first_seen.setdefault(id(t), k) for k, t in enumerate(inputs)]
+        place = inputs[0].place
+        return (str(place), *shape), inputs
+
+    def _take(self, buffers):
+        """The results of a tape, as `_one_pass` leaves them."""
+        buffers = iter(buffers)
+        self.gradients = [
+            Gradient.holding(t, next(buffers)) if wanted else None
+            for t, wanted in zip(self.tensors, self.wanted, strict=True)
+        ]
+        self.scale_terms = next(buffers, None)
 
     def backward(self, incoming):
         if self.gradients is None:
@@ -285,12 +331,16 @@ class _Pair:
         self.left, self.right, self.own = left, right, own
 
 
+def _total(losses):
+    loss = empty([], paddle.float32, losses)
+    launch(sum_kernel, (1,), losses, loss, int(losses.size), 1.0, LARGEST=False, BLOCK=4096, num_warps=8)
+    return loss
+
+
 def _given(like, buffer):
-    gradient = Gradient.__new__(Gradient)
-    gradient.like, gradient.once = like, False
-    gradient.buffer = empty(like.shape, paddle.float32, like) if buffer is None else buffer
-    gradient.written = buffer is not None
-    return gradient
+    if buffer is not None:
+        return Gradient.holding(like, buffer)
+    return Gradient.holding(like, empty(like.shape, paddle.float32, like), written=False)
 
 
 def _distinct(tensors):

@@ -18,7 +18,7 @@ _compiled: dict = {}
 
 def launch(kernel, grid: tuple[int, ...], *args, **meta) -> None:
     """Like `driver.launch`; `grid` is a tuple of ints."""
-    if not _can_shorten():
+    if not can_shorten():
         driver.launch(kernel, grid, *args, **meta)
         return
     place = None
@@ -41,7 +41,7 @@ def launch(kernel, grid: tuple[int, ...], *args, **meta) -> None:
             values.append(address)
             continue
         values.append(arg)
-    active, index = _active(place)
+    active, index = active_driver(place)
     key = (index, *key)
     found = _compiled.get(key)
     if found is None or active.get_current_device() != index:
@@ -50,6 +50,9 @@ def launch(kernel, grid: tuple[int, ...], *args, **meta) -> None:
             stream = functools.partial(active.get_current_stream, index)
             _compiled[key] = _Shortcut(compiled, constants, stream)
         return
+    tape = getattr(driver.writing, "tape", None)
+    if tape is not None:
+        tape.launched(found, grid, args)
     driver._launch(active if place.is_gpu_place() else None, found, grid, values, {})
 
 
@@ -81,10 +84,10 @@ def _first(kernel, grid, args, meta):
             return lambda *args, **meta: result.append(kernel[grid](*args, **meta))
 
     driver.launch(Keeping(), grid, *args, **meta)
-    return result[0], tuple(meta[name] for name in kernel.arg_names[len(args) :])
+    return result[0], tuple(meta.get(p.name, p.default) for p in kernel.params[len(args) :])
 
 
-def _active(place):
+def active_driver(place):
     """(Triton's driver for a place, index of the device)."""
     if place.is_gpu_place():
         return driver._paddle_driver(), place.gpu_device_id()
@@ -98,7 +101,8 @@ def _config():
     return config
 
 
-def _can_shorten() -> bool:
+def can_shorten() -> bool:
+    """Whether launches may take the shortcut now."""
     return _tested_version() and not driver.is_interpreting() and not _hooked()
 
 

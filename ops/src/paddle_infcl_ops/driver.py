@@ -33,6 +33,9 @@ device_types: set[str] = {"gpu"}
 # One launch at a time: which driver is active is a global of Triton's.
 _lock = threading.RLock()
 
+#: Per thread: the tape that takes down allocations and launches (replay.py), if any.
+writing = threading.local()
+
 
 # --- launching -------------------------------------------------------------------------------------------------------
 
@@ -49,6 +52,9 @@ def launch(kernel, grid, *args, **meta):
     Raises:
         RuntimeError: the tensors live where no kernel can run.
     """
+    tape = getattr(writing, "tape", None)
+    if tape is not None:
+        tape.abandon()  # it knows launches by their shortcuts only
     if is_interpreting():
         kernel[grid](*[_for_interpreter(arg) for arg in args], **{k: _for_interpreter(v) for k, v in meta.items()})
         return
@@ -71,21 +77,39 @@ def launch(kernel, grid, *args, **meta):
 
 
 def _launch(driver, kernel, grid, args, meta) -> None:
-    from triton.runtime import driver as config
+    with activated(driver):
+        kernel[grid](*args, **meta)
 
-    with _lock:
-        # `_active` is None until the first use (Triton 3.4 and later); reading `active` would then ask torch.
-        state = config.__dict__
-        before = state["_active"] if "_active" in state else state["active"]
-        if driver is not None and before is not driver:
-            config.set_active(driver)
-        release = _use_allocator()
+
+class activated:
+    """While entered, Triton launches through `driver` (None: through the one it has chosen) with our scratch."""
+
+    def __init__(self, driver):
+        self._driver = driver
+
+    def __enter__(self):
+        from triton.runtime import driver as config
+
+        _lock.acquire()
         try:
-            kernel[grid](*args, **meta)
+            # `_active` is None until the first use (Triton 3.4 and later); reading `active` would then ask torch.
+            state = config.__dict__
+            self._before = state["_active"] if "_active" in state else state["active"]
+            self._config = None if self._driver is None or self._before is self._driver else config
+            if self._config is not None:
+                self._config.set_active(self._driver)
+            self._release = _use_allocator()
+        except BaseException:
+            _lock.release()
+            raise
+
+    def __exit__(self, *error):
+        try:
+            self._release()
+            if self._config is not None:
+                self._config.set_active(self._before)
         finally:
-            release()
-            if driver is not None and before is not driver:
-                config.set_active(before)
+            _lock.release()
 
 
 def _first_tensor(args, meta):
@@ -135,8 +159,13 @@ def empty(shape, dtype, like):
         kind = str(dtype).split(".")[-1]
         return paddle.full(shape, float("nan") if "float" in kind else _SMALLEST.get(kind, 0), dtype=dtype)
     if like.place._equals(paddle.framework._current_expected_place_()):
-        return paddle.empty(shape, dtype=dtype)
-    return paddle.empty(shape, dtype=dtype, device=like.place)
+        out = paddle.empty(shape, dtype=dtype)
+    else:
+        out = paddle.empty(shape, dtype=dtype, device=like.place)
+    tape = getattr(writing, "tape", None)
+    if tape is not None:
+        tape.allocated(out)
+    return out
 
 
 _SMALLEST = {"int8": -(2**7), "int16": -(2**15), "int32": -(2**31), "int64": -(2**63)}

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+
 import paddle
 
 from .dispatch import launch
@@ -26,7 +28,7 @@ def scaled(x, factor, dtype):
 
 
 def _scale(x, out, factor) -> None:
-    n = int(out.size)
+    n = math.prod(out.shape)  # `size` asks NumPy, which takes as long as a launch
     if n:
         launch(scale_kernel, (-(-n // _BLOCK),), x, out, number(factor), n, BLOCK=_BLOCK, num_warps=8)
 
@@ -48,6 +50,13 @@ class Gradient:
         if zeros:
             fill_zeros(self.buffer)
             self.written = True
+
+    @classmethod
+    def holding(cls, like, buffer, *, written: bool = True):
+        """The gradient of `like` in a buffer that is there."""
+        gradient = cls.__new__(cls)
+        gradient.like, gradient.once, gradient.buffer, gradient.written = like, False, buffer, written
+        return gradient
 
     def result(self):
         """The gradient in the tensor's dtype; the accumulator is given up."""
