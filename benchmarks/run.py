@@ -29,7 +29,8 @@ import paddle_infcl_ops as ops  # noqa: E402
 from paddle_infcl_ops import driver  # noqa: E402
 
 from benchmarks.cases import CASES, TEMPERATURE, Case  # noqa: E402
-from benchmarks.groups import block, groups_of, rows_of  # noqa: E402, F401
+from benchmarks.groups import groups_of, rows_of  # noqa: E402
+from benchmarks.vectors import unit_vectors  # noqa: E402
 
 
 def use(device: str) -> None:
@@ -52,17 +53,6 @@ def wait(tensor: paddle.Tensor) -> None:
     tensor.numpy()
 
 
-def vectors(rows: int, width: int, dtype: str, seed: int, near: np.ndarray | None = None) -> paddle.Tensor:
-    """[rows, width] unit vectors; near [n, width] are mixed into every (rows / n)-th one."""
-    generator = np.random.default_rng(seed)
-    x = generator.standard_normal((rows, width), dtype="float32")
-    if near is not None:
-        x[:: rows // len(near)] += 0.12 * near
-    host = x
-    x = x / np.linalg.norm(x, axis=1, keepdims=True)
-    return paddle.to_tensor(x).astype(dtype) if dtype != "float32" else paddle.to_tensor(x), host
-
-
 def two_sweeps(one, scale: float, weights: paddle.Tensor) -> paddle.Tensor:
     """What the debiased loss asks of the operators: log-sum-exps, then gradients weighted by row."""
     return ops.block_grads(one, scale, ops.block_lse(one, scale), weights)[2]
@@ -70,11 +60,10 @@ def two_sweeps(one, scale: float, weights: paddle.Tensor) -> paddle.Tensor:
 
 def run(case: Case, repeat: int) -> dict:
     """One row of results."""
-    q, host = vectors(case.B, case.D, case.dtype, 1)
-    p, _ = vectors(case.N, case.D, case.dtype, 2, near=host)
-    del host
+    q = unit_vectors(case.B, case.D, case.dtype, 1)
+    p = unit_vectors(case.N, case.D, case.dtype, 2, near=(case.B, 1))
     q.stop_gradient = p.stop_gradient = case.kind == "lse"
-    groups = groups_of(case, q, p, lambda rows, seed: vectors(rows, 384, case.dtype, seed)[0])
+    groups = groups_of(case, q, p, lambda rows, seed: unit_vectors(rows, 384, case.dtype, seed))
     weights = rows_of(1 / case.B, case.B)
     one = paddle.to_tensor(1.0)  # the incoming gradient: making one waits for the device on a custom device
     before = free_bytes()

@@ -28,7 +28,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "ops" / "src")]
 import paddle_infcl_ops as ops  # noqa: E402
 from paddle_infcl_ops import driver, logprobs  # noqa: E402
 
-from benchmarks.run import block, free_bytes, use  # noqa: E402
+from benchmarks.groups import block  # noqa: E402
+from benchmarks.run import free_bytes, use  # noqa: E402
 from tests.functional.oracle_logprobs import label_logprobs, linear_label_logprobs  # noqa: E402
 
 failed: list[str] = []
