@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors of the contrastive operators on a GPU, against float64 NumPy.
 
-    python tests/gpu/check_contrastive.py gpu:0            dtypes, masks, ranges: about a minute
+    python tests/gpu/check_contrastive.py gpu:0            dtypes, masks, ranges
     python tests/gpu/check_contrastive.py gpu:0 --large    also B = N up to 131072, on samples of rows and columns
+    TRITON_INTERPRET=1 python tests/gpu/check_contrastive.py cpu --only masks --tiny           without a GPU
 
-Prints a line per check and exits with 1 when an error is above its bound.
+Prints a line per check and exits with 1 when an error is above its bound. Masks come with the error of a textbook
+cross-entropy of the same type ("dense"). Most of the time goes into compiling, so parts are processes side by side.
 """
 
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import paddle
@@ -21,18 +25,27 @@ sys.path[:0] = [str(ROOT), str(ROOT / "ops" / "src")]
 
 import paddle_infcl_ops as ops  # noqa: E402
 
-from benchmarks.run import block, use  # noqa: E402
+from benchmarks.bf16_gradients import bf16  # noqa: E402
+from benchmarks.groups import block  # noqa: E402
+from benchmarks.run import use  # noqa: E402
+from paddle_infcl.functional import inf_cl_loss  # noqa: E402
+from tests.gpu import mask_cases  # noqa: E402
+from tests.gpu.mask_cases import pairs, unit  # noqa: E402
+from tests.gpu.reference import Spec, exact, textbook  # noqa: E402
 
 failed: list[str] = []
+ROUNDED = {"bfloat16": bf16, "float16": lambda x: x.astype("float16").astype("float64")}
+BOUNDS = {"float32": 1e-4, "float16": 1e-3, "bfloat16": 2.5e-3}
+# The interpreter cuts bf16 off where a GPU rounds it.
+TINY_BOUNDS = {"float32": 1e-4, "float16": 3e-3, "bfloat16": 2e-2}
 
 
-def report(what: str, errors: dict, bound: float) -> None:
-    worst = max(errors.values())
-    good = worst <= bound
+def report(what: str, errors: dict, bound: float, beside: str = "") -> None:
+    good = max(errors.values()) <= bound
     if not good:
         failed.append(what)
     numbers = "  ".join(f"{k} {v:.1e}" for k, v in errors.items())
-    print(f"{'ok  ' if good else 'FAIL'} {what:58s} {numbers}", flush=True)
+    print(f"{'ok  ' if good else 'FAIL'} {what:46s} {numbers}  {beside}".rstrip(), flush=True)
 
 
 def on_device(x: np.ndarray, dtype: str) -> paddle.Tensor:
@@ -44,64 +57,72 @@ def host(x: paddle.Tensor) -> np.ndarray:
     return x.astype("float32").numpy().astype("float64") if x.dtype != paddle.float32 else x.numpy().astype("float64")
 
 
-def unit(x: np.ndarray) -> np.ndarray:
-    return x / np.linalg.norm(x, axis=-1, keepdims=True)
-
-
-def pairs(B: int, N: int, D: int, cosine: float, seed: int = 0):
-    """Unit queries, unit passages whose own pairs have this cosine, and the own columns."""
-    g = np.random.default_rng(seed)
-    q, p = unit(g.standard_normal((B, D))), unit(g.standard_normal((N, D)))
-    own = g.permutation(N)[:B]
-    away = p[own] - (p[own] * q).sum(1, keepdims=True) * q
-    p[own] = cosine * q + np.sqrt(1 - cosine**2) * unit(away)
-    return q, p, own
-
-
-def expected(q, p, own, scale, dropped=None, weights=None):
-    """Loss, dq, dp, dscale in float64; 1 - P_own as a sum over the others."""
-    B = len(q)
-    w = np.full(B, 1 / B) if weights is None else weights
-    s = q @ p.T
-    z = scale * s
-    own_z = z[np.arange(B), own]
-    if dropped is not None:
-        z[dropped] = -np.inf
-    z[np.arange(B), own] = -np.inf
-    top = z.max(1)
-    top[top == -np.inf] = 0
-    with np.errstate(divide="ignore"):
-        lse = top + np.log(np.exp(z - top[:, None]).sum(1))
-    both = np.logaddexp(lse, own_z)
-    P = np.exp(z - both[:, None])
-    P[np.arange(B), own] = -P.sum(1)
-    P *= w[:, None]
-    loss = (w * np.logaddexp(0, lse - own_z)).sum()
-    return {"loss": loss, "dq": scale * P @ p, "dp": scale * P.T @ q, "dscale": (P * s).sum()}
-
-
 def relative(got, want) -> float:
     error = np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-300)
     return float(error) if np.isfinite(error) else float("inf")
 
 
-def check(what, q, p, own, *, dtype, temperature=0.02, bound, fields=None, dropped=None, weights=None, budget=None):
-    """One loss against float64 on the rounded inputs."""
-    tq, tp = on_device(q, dtype), on_device(p, dtype)
-    q64, p64 = host(tq), host(tp)
-    tq.stop_gradient = tp.stop_gradient = False
+def check(what, q, p, own, *, dtype, temperature=0.02, bound, weights=None, budget=None):
+    """One loss without masks."""
+    check_groups(what, {"q": q, "p": p}, lambda _: [[Spec("q", "p", own)]], dtype=dtype, temperature=temperature,
+                 bound=bound, weights=weights, budget=budget)  # fmt: skip
+
+
+def check_groups(
+    what, arrays, listed, *, dtype, temperature=0.02, bound, weights=None, budget=None, tau=None, dense=False
+):
+    """A loss against float64 on the rounded inputs.
+
+    Args:
+        arrays: by name; gradients are taken of those that are sides of blocks.
+        listed: the arrays as the device holds them -> groups of `Spec`.
+        tau: the debiased loss, through the package's function.
+        dense: print the error of the textbook loss as well.
+    """
+    tensors = {name: on_device(x, dtype) for name, x in arrays.items()}
+    held = {name: host(x) for name, x in tensors.items()}
+    groups = listed(held)
+    sides = sorted({name for group in groups for b in group for name in (b.left, b.right)})
+    for name in sides:
+        tensors[name].stop_gradient = False
+    B = len(held[groups[0][0].left])
     scale = paddle.to_tensor([1 / temperature], dtype="float32")
     scale.stop_gradient = False
-    w = 1 / len(q) if weights is None else paddle.to_tensor(weights.astype("float32"))
-    blocks = [[block(tq, tp, paddle.to_tensor(own), **(fields or {}))]]
-    loss = ops.info_nce(blocks, scale=scale, row_weights=w, memory_budget=budget)
+    blocks = [[as_block(b, tensors) for b in group] for group in groups]
+    if tau is None:
+        w = 1 / B if weights is None else paddle.to_tensor(weights.astype("float32"))
+        loss = ops.info_nce(blocks, scale=scale, row_weights=w, memory_budget=budget)
+    else:
+        b = blocks[0][0]
+        loss = inf_cl_loss(b.left, b.right, own=b.own, temperature=temperature, tau_plus=tau, backend="triton")
     loss.backward()
-    want = expected(q64, p64, own, 1 / np.float64(np.float32(temperature)), dropped, weights)
-    report(what, {
-        "loss": abs(float(loss) - want["loss"]) / max(want["loss"], 1e-6) * bound / max(bound, 1e-4),
-        "dq": relative(host(tq.grad), want["dq"]), "dp": relative(host(tp.grad), want["dp"]),
-    }, bound)  # fmt: skip
-    return want
+    exactly = {name: held[name] for name in sides}, groups, 1 / np.float64(np.float32(temperature))
+    weights = np.full(B, 1 / B) if weights is None else weights
+    want = exact(*exactly, weights, tau)
+    errors = {"loss": abs(float(loss) - want["loss"]) / max(want["loss"], 1e-6) * bound / max(bound, 1e-4)}
+    errors |= {f"d{name}": relative(host(tensors[name].grad), want[f"d{name}"]) for name in sides}
+    beside = ""
+    if dense and dtype in ROUNDED:
+        rough = textbook(*exactly, weights, ROUNDED[dtype])
+        beside = "dense " + "  ".join(f"{relative(rough[f'd{name}'], want[f'd{name}']):.1e}" for name in sides)
+    report(what, errors, bound, beside)
+
+
+def as_block(b: Spec, tensors: dict):
+    """A block as the operators take it."""
+
+    def tensor(name, x):
+        return paddle.to_tensor(np.asarray(x, "float32" if name in ("limit", "threshold") else "int64"))
+
+    fields = {name: tensor(name, x) if isinstance(x, np.ndarray) else x for name, x in b.fields.items()}
+    if "guide" in fields:
+        g = fields["guide"]
+        fields["guide"] = SimpleNamespace(
+            left=tensors[g.left], right=tensors[g.right], threshold=tensor("threshold", g.threshold),
+            keep_own=g.keep_own,
+        )  # fmt: skip
+    own = None if b.own is None else tensor("own", b.own)
+    return block(tensors[b.left], tensors[b.right], own, **fields)
 
 
 def accuracy_table() -> None:
@@ -123,8 +144,9 @@ def accuracy_table() -> None:
         check(what, q, long, own, dtype="bfloat16", temperature=temperature, bound=2.5e-3)
 
 
-def dtypes_and_sizes() -> None:
-    for dtype, bound in (("float32", 1e-4), ("float16", 1e-3), ("bfloat16", 3e-3)):
+def dtypes_and_sizes(dtypes) -> None:
+    for dtype in dtypes:
+        bound = {"float32": 1e-4, "float16": 1e-3, "bfloat16": 3e-3}[dtype]
         for B, N, D in ((1, 1, 8), (255, 507, 123), (100, 333, 33), (640, 1280, 96), (300, 300, 100), (512, 1024, 384),
                         (512, 2048, 1024), (256, 512, 3584), (256, 512, 4096)):  # fmt: skip
             q, p, own = pairs(B, N, D, 0.3)
@@ -136,47 +158,29 @@ def dtypes_and_sizes() -> None:
         check(f"{dtype} budget 8 MB", q, p, own, dtype=dtype, bound=bound, budget=8 << 20)
 
 
-def masks() -> None:
-    """Thresholds are placed in gaps of the similarities, so that rounding decides nothing."""
-    from types import SimpleNamespace
-
-    for dtype, bound in (("float32", 1e-4), ("float16", 1e-3), ("bfloat16", 3e-3)):
-        B, N, D = 700, 1300, 128
-        q, p, own = pairs(B, N, D, 0.3)
-        g = np.random.default_rng(5)
-        ints = lambda *a: paddle.to_tensor(np.asarray(a[0], "int64"))  # noqa: E731
-        row, column = g.integers(-1, 300, (B, 2)), g.integers(-1, 300, (N, 2))
-        same = ((row[:, None, :] == column[None, :, :]) & (row >= 0)[:, None, :]).any(-1)
-        check(f"{dtype} ids", q, p, own, dtype=dtype, bound=bound, dropped=same,
-              fields={"row_ids": ints(row), "column_ids": ints(column)})  # fmt: skip
-        itself = (own + 1) % N
-        check(f"{dtype} self", q, p, own, dtype=dtype, bound=bound, dropped=np.arange(N)[None] == itself[:, None],
-              fields={"self_column": ints(itself)})  # fmt: skip
-        owner = g.integers(-1, B, N)
-        check(f"{dtype} only own negatives", q, p, own, dtype=dtype, bound=bound,
-              dropped=(owner >= 0)[None] & (owner[None] != np.arange(B)[:, None]),
-              fields={"owner": ints(owner), "owner_rule": "only"})  # fmt: skip
-        s = host(on_device(q, dtype)) @ host(on_device(p, dtype)).T
-        limit = gaps(s)
-        check(f"{dtype} limit", q, p, own, dtype=dtype, bound=bound, dropped=s > limit[:, None],
-              fields={"limit": paddle.to_tensor(limit.astype("float32"))})  # fmt: skip
-        gq, gp = on_device(unit(g.standard_normal((B, 64))), dtype), on_device(unit(g.standard_normal((N, 64))), dtype)
-        seen = host(gq) @ host(gp).T
-        threshold = gaps(seen)
-        theta = paddle.to_tensor(threshold.astype("float32"))
-        guide = SimpleNamespace(left=gq, right=gp, threshold=theta, keep_own=False)
-        check(f"{dtype} guide", q, p, own, dtype=dtype, bound=bound, dropped=seen > threshold[:, None],
-              fields={"guide": guide})  # fmt: skip
+def masks(dtypes, tiny: bool) -> None:
+    B, N, D = (70, 130, 32) if tiny else (700, 1300, 128)
+    q, p, own = pairs(B, N, D, 0.3)
+    g = np.random.default_rng(4)
+    guides = {"gq": unit(g.standard_normal((B, 64))), "gp": unit(g.standard_normal((N, 64)))}
+    arrays = {"q": q, "p": p, "o": p[own], **guides, "go": guides["gp"][own]}
+    for dtype in dtypes:
+        bound = (TINY_BOUNDS if tiny else BOUNDS)[dtype]
+        for name in mask_cases.CASES:
+            listed = lambda held, name=name: getattr(mask_cases.Cases(held, own), name)()  # noqa: E731
+            attempt(f"{dtype} {name}", arrays, listed, dtype=dtype, bound=bound, dense=True)
+        for tau in (0.02, 0.4):  # without and with rows at the floor
+            plain = lambda held: [[Spec("q", "p", own)]]  # noqa: E731
+            attempt(f"{dtype} debiased, tau_plus {tau}", {"q": q, "p": p}, plain, dtype=dtype, bound=bound, tau=tau)
 
 
-def gaps(s: np.ndarray) -> np.ndarray:
-    """[B] for every row a number in the widest gap near its 90th percentile."""
-    ordered = np.sort(s, axis=1)
-    k = int(0.9 * s.shape[1])
-    part = ordered[:, k - 40 : k + 40]
-    at = np.diff(part, axis=1).argmax(1)
-    rows = np.arange(len(s))
-    return (part[rows, at] + part[rows, at + 1]) / 2
+def attempt(what, *args, **options) -> None:
+    """`check_groups`, and goes on after an error."""
+    try:
+        check_groups(what, *args, **options)
+    except Exception as error:
+        failed.append(what)
+        print(f"FAIL {what}: {type(error).__name__}: {str(error)[:300]}", flush=True)
 
 
 def large() -> None:
@@ -214,17 +218,48 @@ def large() -> None:
         del q64, p64, dq, dp
 
 
+PARTS = ("accuracy", "sizes", "masks", "large")
+
+
+def run_part(name: str, dtypes: list[str], tiny: bool) -> None:
+    if name == "accuracy":
+        accuracy_table()
+    elif name == "sizes":
+        dtypes_and_sizes(dtypes)
+    elif name == "masks":
+        masks(dtypes, tiny)
+    else:
+        large()
+
+
+def side_by_side(arguments) -> None:
+    """A process for each part, or for each of its types; their output one after the other."""
+    jobs = [("accuracy", "bfloat16")] + [(part, dtype) for part in ("sizes", "masks") for dtype in BOUNDS]
+    jobs += [("large", "bfloat16")] if arguments.large else []
+    command = [sys.executable, __file__, arguments.device]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    started = [subprocess.Popen([*command, "--only", part, "--dtypes", dtype], **pipes) for part, dtype in jobs]
+    for job, process in zip(jobs, started, strict=True):
+        output, _ = process.communicate()
+        lines = [line for line in output.splitlines() if process.returncode or line.startswith("ok")]
+        print("\n".join(lines[-60:]), flush=True)
+        if process.returncode:
+            failed.append(" ".join(job))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("device", help="gpu:0, or a CUDA-like custom device")
+    parser.add_argument("device", help="gpu:0, or a CUDA-like custom device; cpu under the interpreter")
     parser.add_argument("--large", action="store_true")
-    parser.add_argument("--only", choices=("accuracy", "sizes", "masks", "large"))
+    parser.add_argument("--only", choices=PARTS, help="one part, in this process")
+    parser.add_argument("--dtypes", nargs="+", default=list(BOUNDS), choices=list(BOUNDS))
+    parser.add_argument("--tiny", action="store_true", help="masks at a size for the interpreter")
     arguments = parser.parse_args()
-    use(arguments.device)
-    parts = {"accuracy": accuracy_table, "sizes": dtypes_and_sizes, "masks": masks, "large": large}
-    for name, part in parts.items():
-        if arguments.only == name or (arguments.only is None and (name != "large" or arguments.large)):
-            part()
+    if arguments.only:
+        use(arguments.device)
+        run_part(arguments.only, arguments.dtypes, arguments.tiny)
+    else:
+        side_by_side(arguments)
     if failed:
         sys.exit(f"{len(failed)} checks failed: {failed}")
 
