@@ -54,8 +54,8 @@ def linear_logprobs_of_labels(
         ignore_index: positions with this label give 0 and no gradient.
         temperature: T > 0.
         transposed_weight: whether the weight is [D, V].
-        backend: "paddle" (any device), "triton" (CUDA; with a bias or a weight [D, V] it rounds logits to the inputs'
-            dtype, as a dense layer does, and takes no float16), or "auto": Triton where it runs.
+        backend: "paddle" (any device), "triton" (CUDA; logits are float32, and only some numbers per row of them are
+            kept), or "auto": Triton where it runs.
         memory_budget: bytes for logits that are held at once; None: 8 MiB on a CPU, elsewhere the inputs' size, at
             least 256 MiB.
 
@@ -76,7 +76,7 @@ def linear_logprobs_of_labels(
     if ignore_index is not None:
         ignored = flat == ignore_index
         flat = paddle.where(ignored, paddle.zeros_like(flat), flat)
-    if _choose(backend, hidden, bias, transposed_weight) == "triton":
+    if _choose(backend, hidden) == "triton":
         function = kernels.load_ops()[0].linear_logprobs_of_labels
         logprobs = function(
             rows,
@@ -124,9 +124,18 @@ def linear_label_terms(
     rows, flat = _rows(hidden, labels)
     local = flat - shard_start
     local = paddle.where((local < 0) | (local >= V), paddle.full_like(local, -1), local)
-    if _choose(backend, hidden, bias, transposed_weight, shard=True) == "triton":
+    if _choose(backend, hidden) == "triton":
         function = kernels.load_ops()[0].linear_logprobs_of_labels
-        own, others = function(rows, weight, local, terms=True, temperature=temperature, memory_budget=memory_budget)
+        own, others = function(
+            rows,
+            weight,
+            local,
+            bias=bias,
+            transposed_weight=transposed_weight,
+            temperature=temperature,
+            terms=True,
+            memory_budget=memory_budget,
+        )
     else:
         own, others = _terms(rows, weight, local, bias, temperature, transposed_weight, memory_budget)
     return own.reshape(labels.shape), others.reshape(labels.shape)
@@ -330,15 +339,9 @@ def _rows(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return hidden.reshape([-1, hidden.shape[-1]]), labels.reshape([-1]).astype("int64")
 
 
-def _choose(backend: str, hidden: Tensor, bias: Tensor | None, transposed: bool, shard: bool = False) -> str:
-    why = None
-    if hidden.size == 0:
-        why = "there are no rows"
-    elif (bias is not None or transposed) and (shard or hidden.dtype == paddle.float16):
-        what = "a shard" if shard else "float16"
-        why = f"its kernels take {what} without a bias and with a weight [V, D] only"
-    if why is None:
+def _choose(backend: str, hidden: Tensor) -> str:
+    if hidden.size:
         return choose(backend, hidden)
     if backend == "triton":
-        raise kernels.BackendError(f"backend 'triton' can't run: {why}")
+        raise kernels.BackendError("backend 'triton' can't run: there are no rows")
     return "paddle" if backend == "auto" else choose(backend, hidden)

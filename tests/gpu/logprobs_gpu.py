@@ -21,6 +21,7 @@ import numpy as np
 import paddle
 import triton
 import triton.language as tl
+from paddle.base import core
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "ops" / "src")]
@@ -29,7 +30,7 @@ import paddle_infcl_ops as ops  # noqa: E402
 from paddle_infcl_ops import driver, logprobs  # noqa: E402
 
 from benchmarks.groups import block  # noqa: E402
-from benchmarks.run import free_bytes, use  # noqa: E402
+from benchmarks.run import use  # noqa: E402
 from tests.functional.oracle_logprobs import label_logprobs, linear_label_logprobs  # noqa: E402
 
 failed: list[str] = []
@@ -102,12 +103,13 @@ def timed(call, repeat: int = 7) -> float:
     return float(np.median(times))
 
 
-def cost(call) -> float:
-    """MiB of device memory that the first call takes."""
-    before = free_bytes()
+def cost(call, results: int = 0) -> float:
+    """MiB of device memory at the peak of a call, beyond what was held before and `results` bytes."""
+    before = core.device_memory_stat_current_value("Allocated", 0)
+    core.device_memory_stat_reset_peak_value("Allocated", 0)
     call()
     wait()
-    return round((before - free_bytes()) / 2**20, 1)
+    return round((core.device_memory_stat_peak_value("Allocated", 0) - before - results) / 2**20, 1)
 
 
 def errors() -> None:
@@ -159,33 +161,27 @@ def errors() -> None:
             dhidden=relative(host(hidden.grad), want[1][0]),
             dweight=relative(host(weight.grad), want[2]),
         )
-        if dtype != "bfloat16":
-            continue
         other = paddle.to_tensor(host(weight.detach()).T.astype("float32")).astype(dtype)
-        bias = normal([8003], dtype, seed=3)
-        leaves = [t.detach() for t in (hidden, other, bias)]
-        for leaf in leaves:
-            leaf.stop_gradient = False
-        out = ops.linear_logprobs_of_labels(
-            leaves[0],
-            leaves[1],
-            paddle.to_tensor(labels),
-            bias=leaves[2],
-            transposed_weight=True,
-            memory_budget=4 << 20,
-        )
-        out.backward(paddle.to_tensor(g))
-        want = linear_label_logprobs(
-            host(hidden.detach())[None], host(weight.detach()), labels[None], bias=host(bias), g=g[None]
-        )
-        check(
-            "linear bfloat16 [1000, 512] x [512, 8003] and a bias, chunks",
-            2e-2,
-            logprobs=float(np.abs(out.numpy() - want[0][0]).max()) / 10,
-            dhidden=relative(host(leaves[0].grad), want[1][0]),
-            dweight=relative(host(leaves[1].grad), want[2].T),
-            dbias=relative(host(leaves[2].grad), want[3]),
-        )
+        for V in (8003, 8000):  # uneven rows, and rows that descriptors take
+            bias = normal([V], dtype, seed=3)
+            leaves = [hidden.detach(), paddle.to_tensor(host(other)[:, :V].astype("float32")).astype(dtype), bias]
+            for leaf in leaves:
+                leaf.stop_gradient = False
+            y = labels % V
+            out = ops.linear_logprobs_of_labels(
+                *leaves[:2], paddle.to_tensor(y), bias=bias, transposed_weight=True, memory_budget=4 << 20
+            )
+            out.backward(paddle.to_tensor(g))
+            exact = host(hidden.detach())[None], host(weight.detach())[:V]
+            want = linear_label_logprobs(*exact, y[None], bias=host(bias.detach()), g=g[None])
+            check(
+                f"linear {dtype} [1000, 512] x [512, {V}] and a bias",
+                bound,
+                logprobs=float(np.abs(out.numpy() - want[0][0]).max()) / 10,
+                dhidden=relative(host(leaves[0].grad), want[1][0]),
+                dweight=relative(host(leaves[1].grad), want[2].T),
+                dbias=relative(host(bias.grad), want[3]),
+            )
 
 
 def given_case():
@@ -221,7 +217,7 @@ def given() -> None:
         t = timed(lambda: forward(entropy=True))
         say(given="forward with entropy", ms=round(t * 1e3, 3), tb_per_s=round(read / t / 1e12, 2))
     for inplace in (True, False):
-        memory = cost(lambda inplace=inplace: both(inplace))
+        memory = cost(lambda inplace=inplace: both(inplace), 0 if inplace else size)
         t = timed(lambda inplace=inplace: both(inplace))
         say(given="forward and backward" + (", in place" if inplace else ""), ms=round(t * 1e3, 3),
             tb_per_s=round((2 * read + size) / t / 1e12, 2), mib=memory)  # fmt: skip
@@ -277,21 +273,24 @@ def linear() -> None:
         clear()
 
     def transposed():
-        out = ops.linear_logprobs_of_labels(hidden, other, labels, transposed_weight=True, memory_budget=R * V * 2)
-        out.backward(g)
+        ops.linear_logprobs_of_labels(hidden, other, labels, bias=bias, transposed_weight=True).backward(g)
         clear()
         other.clear_gradient(False)
+        bias.clear_gradient(False)
 
     hidden.stop_gradient = weight.stop_gradient = False
     other = normal([D, V], "bfloat16", seed=10**7, scale=D**-0.5)
-    other.stop_gradient = False
+    bias = normal([V], "bfloat16", seed=5)
+    other.stop_gradient = bias.stop_gradient = False
+    gradients = 2 * (R * D + V * D)
     for name, call, products in (
         ("logprobs", forward, 1),
         ("cross-entropy, one pass, with gradients", cross_entropy, 3),
         ("logprobs with gradients", both, 3),
-        ("logprobs with gradients, weight [D, V], one chunk", transposed, 3),
+        ("logprobs with gradients, weight [D, V] and a bias", transposed, 3),
     ):
-        memory = cost(call)
+        call()
+        memory = cost(call, gradients if products == 3 else 0)
         t = timed(call)
         say(linear=name, ms=round(t * 1e3, 2), tflops=round(products * flop / t / 1e12, 1), mib_more=memory)
 

@@ -15,24 +15,14 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "ops" / "src")]
 
 import paddle  # noqa: E402
-from paddle_infcl_ops import (  # noqa: E402
-    chunked_logprobs,
-    driver,
-    gradients,
-    launch,
-    linear_logprobs,
-    logprobs,
-    one_pass,
-    tuning,
-    two_pass,
-)
+from paddle_infcl_ops import driver, gradients, launch, linear_logprobs, logprobs, tuning  # noqa: E402
 
 from tests.ops import compile_all  # noqa: E402
 
 
 def main() -> None:
     tuning.device = lambda tensor: (compile_all.ARCH, 132)
-    for module in (chunked_logprobs, driver, gradients, launch, linear_logprobs, one_pass, two_pass):
+    for module in (driver, gradients, launch, linear_logprobs):
         module.launch = compile_all.compile_launch
     for dtype, V in (("float32", 33), ("float32", 6400), ("float16", 5003), ("bfloat16", 6400)):
         z = paddle.zeros([2, 4, V]).astype(dtype).detach()
@@ -45,19 +35,26 @@ def main() -> None:
             (out[0].sum() + out[1].sum() if entropy else out.sum()).backward()
     wide = paddle.zeros([7, 4, 2]).transpose([1, 2, 0])
     logprobs.logprobs_of_labels(wide, paddle.zeros([4, 2], dtype="int64"))
-    # Most of their launches are the contrastive loss's, which compile_all.py takes in every dtype.
-    for terms in (False, True):
-        hidden, weight = (paddle.zeros([n, 512]).astype("bfloat16").detach() for n in (256, 1024))
-        hidden.stop_gradient = weight.stop_gradient = False
-        labels = paddle.zeros([256], dtype="int64")
-        out = linear_logprobs.linear_logprobs_of_labels(hidden, weight, labels, terms=terms)
-        (sum(x.sum() for x in out) if terms else out.sum()).backward()
-    # Not in bfloat16, whose products a CPU lacks.
-    hidden, weight, bias = (paddle.zeros(shape) for shape in ([256, 512], [512, 1024], [1024]))
-    hidden.stop_gradient = weight.stop_gradient = bias.stop_gradient = False
-    labels = paddle.zeros([256], dtype="int64")
-    out = linear_logprobs.linear_logprobs_of_labels(hidden, weight, labels, bias=bias, transposed_weight=True)
-    out.sum().backward()
+    # An uneven vocabulary has rows that no descriptor takes, and a small budget several pieces of rows and columns.
+    linear_logprobs._FEWEST_ROWS = 128
+    for dtype, V in (("bfloat16", 1024), ("float16", 1024), ("float32", 1024), ("bfloat16", 1003)):
+        for transposed, with_bias, budget in (
+            (False, False, None),
+            (False, True, 1),
+            (True, False, 1),
+            (True, True, None),
+        ):
+            hidden, weight, bias = (
+                paddle.zeros(shape).astype(dtype).detach()
+                for shape in ([300, 512], [512, V] if transposed else [V, 512], [V])
+            )
+            hidden.stop_gradient = weight.stop_gradient = bias.stop_gradient = False
+            labels = paddle.zeros([300], dtype="int64")
+            out = linear_logprobs.linear_logprobs_of_labels(
+                hidden, weight, labels, bias=bias if with_bias else None, transposed_weight=transposed,
+                memory_budget=budget, terms=dtype == "float32",
+            )  # fmt: skip
+            (sum(x.sum() for x in out) if dtype == "float32" else out.sum()).backward()
     print(f"{len(compile_all.compiled)} launches compile for sm_{compile_all.ARCH}")
 
 

@@ -13,7 +13,7 @@ import paddle
 import pytest
 
 pytest.importorskip("triton")
-from paddle_infcl_ops import chunked_logprobs, driver, logprobs
+from paddle_infcl_ops import driver, logprobs
 from paddle_infcl_ops.logprobs import _Walk, logprobs_of_labels
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -123,9 +123,9 @@ def test_dtypes_that_the_kernels_do_not_take():
 
 
 def test_tiles_follow_the_vocabulary(monkeypatch):
-    monkeypatch.setattr(chunked_logprobs, "is_interpreting", lambda: False)
+    monkeypatch.setattr(driver, "is_interpreting", lambda: False)
     z = paddle.zeros([1, 64000], dtype="float16")
-    assert logprobs._tile(z)["BLOCK"] * 2 == chunked_logprobs._BYTES_PER_TILE
+    assert logprobs._tile(z)["BLOCK"] * 2 == logprobs._BYTES_PER_TILE
     for V, block in ((1, 256), (300, 512), (512, 512), (513, 1024)):
         assert logprobs._tile(z[:, :V])["BLOCK"] == block
 

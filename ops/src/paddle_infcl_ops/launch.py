@@ -159,13 +159,14 @@ def row_block(D: int) -> int:
     return min(1024, 1 << max(4, (D - 1).bit_length()))
 
 
-def product(kind: str, like: Similarity, a, b, out, alpha, *, M, N, K, transposed=False, gain=None, accumulate=False,
-            splits=1, b_start=0, a_cols=None):  # fmt: skip
+def product(kind: str, like: Similarity, a, b, out, alpha, *, M, N, K, transposed=False, b_transposed=False, gain=None,
+            accumulate=False, splits=1, b_start=0):  # fmt: skip
     """out (+)= alpha * gain / 2^15 * A @ B, see products.py.
 
     Args:
         kind: "left", "right" or "right_once": picks the tile.
-        a: [M, K], or [K, M] if transposed; b: [K, N] from row `b_start` on; out: [splits * split_rows, N].
+        a: [M, K], or [K, M] if transposed; b: [K, N], or [N, K] if b_transposed, from row `b_start` on; out: [splits *
+            split_rows, N].
         splits: how many ranges of K are summed apart.
 
     Returns:
@@ -182,7 +183,8 @@ def product(kind: str, like: Similarity, a, b, out, alpha, *, M, N, K, transpose
     if described:
         a = describe(a, K if transposed else M, M if transposed else K, a_stride,
                      [tile.BK, tile.BM] if transposed else [tile.BM, tile.BK])  # fmt: skip
-        b = describe(b, K, N, b_stride, [tile.BK, tile.BN])
+        b = describe(b, N if b_transposed else K, K if b_transposed else N, b_stride,
+                     [tile.BN, tile.BK] if b_transposed else [tile.BK, tile.BN])  # fmt: skip
     if tma_out:
         out = describe(out, (splits - 1) * split_rows + M, N, out_stride, [tile.BM, tile.BN // tile.parts])
     tiles = cdiv(M, tile.BM) * cdiv(N, tile.BN) * splits
@@ -191,7 +193,7 @@ def product(kind: str, like: Similarity, a, b, out, alpha, *, M, N, K, transpose
         a, b, out, number(alpha), gain, M, N, K, per_split, a_stride, b_stride, out_stride, split_rows,
         TRANS_A=transposed, TMA=described, OUT_TMA=tma_out, ACCUMULATE=accumulate, PARTS=tile.parts,
         BM=tile.BM, BN=tile.BN, BK=tile.BK, GROUP=tile.group, FLATTEN=tile.flatten,
-        PRECISION=precision(like.dtype), UPCAST=upcast(like.dtype),
+        PRECISION=precision(like.dtype), UPCAST=upcast(like.dtype), TRANS_B=b_transposed,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return splits, split_rows

@@ -10,11 +10,11 @@ import paddle
 from paddle.autograd import PyLayer
 
 from . import driver
-from .chunked_logprobs import tile_of
 from .label_kernels import label_backward_kernel, label_forward_kernel
 from .linear_logprobs import linear_logprobs_of_labels
 
 _DTYPES = (paddle.float32, paddle.float16, paddle.bfloat16)
+_BYTES_PER_TILE = 16384
 
 
 def logprobs_of_labels(
@@ -90,7 +90,15 @@ class _Walk:
 
 
 def _tile(logits) -> dict:
-    return tile_of(logits.shape[-1], logits.element_size())
+    """Entries per step and warps of the kernels: 16 KiB of logits in flight per program."""
+    V = logits.shape[-1]
+    if driver.is_interpreting():
+        # Where every step is slow: several steps for small vocabularies, few for large ones.
+        return {"BLOCK": 64 if V <= 512 else 4096}
+    block = _BYTES_PER_TILE // logits.element_size()
+    while block > 256 and block // 2 >= V:
+        block //= 2
+    return {"BLOCK": block, "num_warps": max(1, min(8, block // 256))}
 
 
 class _LabelLogprobs(PyLayer):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matrix products whose ends are ours: fp32 sums that are split, scaled, accumulated or cast on the way out.
 
-    out = alpha * gain / 2^15 * A @ B  (+ out)        A: [M, K], or stored transposed [K, M];  B: [K, N]
+    out = alpha * gain / 2^15 * A @ B  (+ out)        A: [M, K], B: [K, N], or stored transposed [K, M], [N, K]
 
 They are the second and the third product of a loss: dleft = E @ right and dright = E^T @ left.
 """
@@ -17,12 +17,12 @@ def product_kernel(
     a, b, out, alpha, gain, M, N, K, k_per_split, a_stride, b_stride, out_stride, split_rows,
     TRANS_A: tl.constexpr, TMA: tl.constexpr, OUT_TMA: tl.constexpr, ACCUMULATE: tl.constexpr, PARTS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, FLATTEN: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr, TRANS_B: tl.constexpr = False,
 ):  # fmt: skip
     """See the module.
 
     Args:
-        a: [M, K] ([K, M] if TRANS_A); b: [K, N]: pointers or descriptors.
+        a: [M, K] ([K, M] if TRANS_A); b: [K, N] ([N, K] if TRANS_B): pointers or descriptors.
         out: [ceil(K / k_per_split) * split_rows, N], split s in the rows from s * split_rows on.
         alpha: number or pointer; gain: pointer or None.
         k_per_split: multiple of BK.
@@ -44,7 +44,10 @@ def product_kernel(
                 x = tl.trans(load_tile(a, k, m0, K, M, a_stride, BK, BM, TMA, UPCAST))
             else:
                 x = load_tile(a, m0, k, M, K, a_stride, BM, BK, TMA, UPCAST)
-            y = load_tile(b, k, n0, K, N, b_stride, BK, BN, TMA, UPCAST)
+            if TRANS_B:
+                y = tl.trans(load_tile(b, n0, k, N, K, b_stride, BN, BK, TMA, UPCAST))
+            else:
+                y = load_tile(b, k, n0, K, N, b_stride, BK, BN, TMA, UPCAST)
             acc = tl.dot(x, y, acc, input_precision=PRECISION)
         factor = scalar(alpha)
         if gain is not None:
