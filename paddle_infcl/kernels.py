@@ -8,6 +8,7 @@ with one warning that says why, and `backend="triton"` raises with the original 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from types import ModuleType
 
 import paddle
@@ -82,6 +83,29 @@ def triton_info_nce(groups, scale: Tensor, row_weights: float | Tensor, memory_b
     """`paddle_infcl_ops.info_nce`; call it only when `choose_backend` says "triton"."""
     ops, _, _ = load_ops()
     return ops.info_nce(groups, scale=scale, row_weights=row_weights, memory_budget=memory_budget)
+
+
+def triton_prefix_info_nce(
+    groups,
+    prefixes: Sequence[tuple[int, float]],
+    margin: float | None,
+    scale: Tensor,
+    row_weights: float | Tensor,
+    memory_budget: int | None,
+) -> Tensor | None:
+    """The losses of all (width, weight) prefixes from one sweep; call it only when `choose_backend` says "triton".
+
+    Returns:
+        0-d float32; None for groups or budgets that the kernels don't take.
+    """
+    load_ops()
+    from paddle_infcl_ops import prefixes as ops
+
+    if not ops.sweeps(groups):
+        return None
+    dims, weights = zip(*prefixes, strict=True)
+    options = {"scale": scale, "row_weights": row_weights, "margin": margin, "memory_budget": memory_budget}
+    return ops.prefix_info_nce(groups[0][0], dims, weights, **options)
 
 
 def triton_block_functions() -> tuple:

@@ -58,7 +58,8 @@ def info_nce(
         label_smoothing: e, the share of the target that is spread evenly over all candidates of a row. Costs three
             more products in plain Paddle operators (`smoothing`).
         matryoshka: add up the losses of these prefixes of the vectors, each scaled to length 1 again. The paddle
-            backend computes them from one sweep over the similarities (`prefixes`), the others one by one.
+            backend computes them from one sweep over the similarities (`prefixes`), and so do the Triton kernels for
+            one block with no rules but ids and a margin; everything else, one by one.
         backend: "auto", "triton", "paddle" or "dense"; see `paddle_infcl.kernels.choose_backend`.
         memory_budget: bytes for logits that the streaming backends may hold at once; None: a default per device.
 
@@ -89,6 +90,10 @@ def info_nce(
         together = chosen == "paddle" and not label_smoothing and (row_loss is None or matryoshka.margin is None)
         if together:
             return prefix_info_nce(groups, matryoshka, scale, weights, memory_budget, row_loss)
+        if chosen == "triton" and not label_smoothing and row_loss is None:
+            loss = _triton_prefixes(groups, matryoshka, scale, weights, memory_budget)
+            if loss is not None:
+                return loss
         terms = [
             weight
             * info_nce(
@@ -115,6 +120,14 @@ def info_nce(
     if label_smoothing:
         loss = loss + label_smoothing * own_above_mean(groups, scale, weights, memory_budget)
     return loss
+
+
+def _triton_prefixes(groups, matryoshka: Matryoshka, scale: Tensor, weights, memory_budget) -> Tensor | None:
+    """All prefixes from one sweep of the Triton kernels; None where they compute them one by one."""
+    if any(block.limit is not None for group in groups for block in group) and matryoshka.margin is None:
+        return None  # refused there
+    prefixes = matryoshka.by_width(groups[0][0].left.shape[1])
+    return kernels.triton_prefix_info_nce(groups, prefixes, matryoshka.margin, scale, weights, memory_budget)
 
 
 def info_nce_groups(

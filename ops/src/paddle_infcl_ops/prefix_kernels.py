@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The three matrix-sized kernels of the Matryoshka loss: every prefix's exponentials, their blend, and its products.
+
+A tile of similarities is ended once per prefix, while its sums go on. DIMS, segments and flat arrays are as in
+prefix_rows.py; see prefixes.py for the formulas.
+"""
+
+import triton
+import triton.language as tl
+
+from .prefix_rows import share
+from .rows import changing
+from .tiles import LN2, LOG2E, SLACK, add_tile, drop_same_id, load_tile, scalar, store_tile, tile_at
+
+_VECTORS = ["reference", "own", "self_column", "row_ids", "column_ids", "inverse_left", "cosine", "flags"]
+
+
+@triton.jit(do_not_specialize=["rows", "part_stride", "margin"], do_not_specialize_on_alignment=_VECTORS)
+def sweep_kernel(
+    left, right, out, scale, inverse_left, inverse_right, reference, cosine, own, self_column, row_ids, column_ids,
+    hits, margin, flags, part_sum, part_max,
+    rows, N, left_stride, right_stride, out_stride, out_rows, vector_stride, part_stride,
+    DIMS: tl.constexpr, M: tl.constexpr, TMA: tl.constexpr, OUT_TMA: tl.constexpr, IDS: tl.constexpr,
+    MARGIN: tl.constexpr, EVEN_N: tl.constexpr, FLAG_ROWS: tl.constexpr, FLAG_BLOCK: tl.constexpr,
+    PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """E_s,ij = exp(z_s,ij - reference_s,i), 0 at own and dropped entries, with row sums and largest z.
+
+    Args:
+        left: [rows, >= DIMS[-1]]; right: [N, >= DIMS[-1]]: pointers or descriptors.
+        out: [M * out_rows, N], prefix s in the rows from s * out_rows on (a multiple of BM), the last one times
+            r_s,j; None: sums only.
+        scale: number or pointer, 1/T.
+        inverse_left, reference, cosine: [M, vector_stride] fp32 from the chunk's first row on; inverse_right: [M, N].
+        own, self_column: [rows] int64; row_ids: [rows, IDS], column_ids: [N, IDS] int64; hits: from `match_kernel`.
+        margin: drops entries whose cosine is above the own pair's plus this, if MARGIN.
+        flags: [M, ceil(rows / FLAG_ROWS)] int32: only tiles with a row that is flagged at any prefix are computed.
+        part_sum, part_max: [M, ceil(N / BN), part_stride] fp32.
+    """
+    num_m = tl.cdiv(rows, BM)
+    num_n = tl.cdiv(N, BN)
+    num_flags = tl.cdiv(rows, FLAG_ROWS)
+    total = num_m * num_n
+    if flags is not None:
+        any_flag = tl.zeros((FLAG_BLOCK,), dtype=tl.int32)
+        for f0 in range(0, M * num_flags, FLAG_BLOCK):
+            each = f0 + tl.arange(0, FLAG_BLOCK)
+            any_flag = any_flag | tl.load(flags + each, mask=each < M * num_flags, other=0)
+        total = tl.where(tl.max(any_flag, axis=0) > 0, total, 0)
+    for t in tl.range(tl.program_id(0), total, tl.num_programs(0)):
+        pid_m, pid_n = tile_at(t, num_m, num_n, GROUP)
+        m0 = pid_m * BM
+        n0 = pid_n * BN
+        wanted = True
+        if flags is not None:
+            mine = pid_m * (BM // FLAG_ROWS) + tl.arange(0, BM // FLAG_ROWS)
+            flagged = tl.zeros((BM // FLAG_ROWS,), dtype=tl.int32)
+            for s in tl.static_range(M):
+                flagged = flagged | tl.load(flags + s * num_flags + mine, mask=mine < num_flags, other=0)
+            wanted = tl.max(flagged, axis=0) > 0
+        if wanted:
+            i = m0 + tl.arange(0, BM)
+            j = n0 + tl.arange(0, BN)
+            # Entries that don't count start at -inf, which no product changes: the ends need no masks, for which they
+            # have no registers. Few tiles have any such entries.
+            column = tl.arange(0, BN)
+            own_at = tl.load(own + i, mask=i < rows, other=-1) - n0
+            own_here = tl.where((own_at >= 0) & (own_at < BN), own_at, -1).to(tl.int32)
+            edge = tl.max(own_here, axis=0) >= 0
+            self_here = own_here
+            if self_column is not None:
+                self_at = tl.load(self_column + i, mask=i < rows, other=-1) - n0
+                self_here = tl.where((self_at >= 0) & (self_at < BN), self_at, -1).to(tl.int32)
+                edge = edge | (tl.max(self_here, axis=0) >= 0)
+            if not EVEN_N:
+                edge = edge | (n0 + BN > N)
+            acc = tl.zeros((BM, BN), dtype=tl.float32)
+            if edge:
+                out_of_sum = (column[None, :] == own_here[:, None]) | (column[None, :] == self_here[:, None])
+                acc = tl.where(out_of_sum | (j >= N)[None, :], float("-inf"), acc)
+            if IDS > 0:
+                if tl.load(hits + pid_m * num_n + pid_n) > 0:
+                    acc = drop_same_id(acc, row_ids, column_ids, m0, n0, rows, N, IDS, BM, BN)
+            factor = scalar(scale) * LOG2E
+            for s in tl.static_range(M):
+                for k in range(DIMS[s - 1] if s > 0 else 0, DIMS[s], BK):
+                    a = load_tile(left, m0, k, rows, DIMS[s], left_stride, BM, BK, TMA, UPCAST)
+                    b = load_tile(right, n0, k, N, DIMS[s], right_stride, BN, BK, TMA, UPCAST)
+                    acc = tl.dot(a, tl.trans(b), acc, input_precision=PRECISION)
+                f = tl.abs(tl.load(inverse_left + s * vector_stride + i, mask=i < rows, other=1.0))
+                r = tl.load(inverse_right + s * N + j, mask=j < N, other=1.0)
+                g = tl.abs(r)
+                ref = tl.load(reference + s * vector_stride + i, mask=i < rows, other=float("inf"))
+                # The exponent itself, and its largest: the logits are not needed, and registers are scarce here.
+                y = acc * (f * factor)[:, None] * g[None, :] - ref[:, None]
+                if MARGIN:
+                    limit = tl.load(cosine + s * vector_stride + i, mask=i < rows, other=0.0) + margin
+                    y = tl.where(acc * f[:, None] * g[None, :] > (limit + SLACK)[:, None], float("-inf"), y)
+                part = (s * num_n + pid_n).to(tl.int64) * part_stride + i
+                tl.store(part_max + part, tl.max(y, axis=1) + ref, mask=i < rows)
+                e = tl.exp2(y)  # inf where the reference is far too low: such rows are repaired
+                tl.store(part_sum + part, tl.sum(e, axis=1), mask=i < rows)
+                if out is not None:
+                    if s == M - 1:
+                        e = e * share(r)[None, :]
+                    store_tile(
+                        out, e, s * out_rows + m0, n0, s * out_rows + rows, N, out_stride, BM, BN, PARTS, OUT_TMA
+                    )
+
+
+@changing
+def blend_kernel(
+    E, coefficient, inverse_left, inverse_right, reference, scale, row_parts, column_parts, rows, N, E_stride, E_rows,
+    part_stride, vector_stride,
+    M: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """E becomes C, in place: C_s = sum over d >= s of scale r_d,i G_d,ij r_d,j, G_d = coefficient_d,i E_d.
+
+    The last E, which has its r_d,j already, lacks a factor per row only, and stays as it is. On the way the sums that
+    the lengths' gradients need: row_parts [M, ceil(N / BN), part_stride] of sum_j G z, column_parts [ceil(rows / BM),
+    M, N] of sum_i G z (may be None). z comes back out of E.
+    """
+    pid_n = tl.program_id(0)
+    pid_m = tl.program_id(1)
+    i = pid_m * BM + tl.arange(0, BM)
+    j = pid_n * BN + tl.arange(0, BN)
+    both = (i < rows)[:, None] & (j < N)[None, :]
+    factor = scalar(scale)
+    blended = tl.zeros((BM, BN), dtype=tl.float32)
+    for s in tl.static_range(M - 1, -1, -1):
+        at = E + (s * E_rows + i).to(tl.int64)[:, None] * E_stride + j[None, :]
+        e = tl.load(at, mask=both, other=0.0).to(tl.float32)
+        a = tl.load(coefficient + s * part_stride + i, mask=i < rows, other=0.0)
+        f = share(tl.load(inverse_left + s * vector_stride + i, mask=i < rows, other=0.0))
+        g = share(tl.load(inverse_right + s * N + j, mask=j < N, other=0.0))
+        ref = tl.load(reference + s * vector_stride + i, mask=i < rows, other=0.0)
+        outer = e * (a * f * factor)[:, None]
+        if s == M - 1:
+            blended += outer
+            e = e * tl.where(g > 0, 1.0 / tl.where(g > 0, g, 1.0), 0.0)[None, :]
+        else:
+            blended += outer * g[None, :]
+            tl.store(at, blended.to(E.dtype.element_ty), mask=both)
+        z = (tl.log2(tl.where(e > 0, e, 1.0)) + ref[:, None]) * LN2
+        product = e * a[:, None] * z
+        tl.store(
+            row_parts + (s * tl.num_programs(0) + pid_n).to(tl.int64) * part_stride + i, tl.sum(product, axis=1),
+            mask=i < rows,
+        )  # fmt: skip
+        if column_parts is not None:
+            tl.store(column_parts + (pid_m * M + s).to(tl.int64) * N + j, tl.sum(product, axis=0), mask=j < N)
+
+
+@triton.jit(do_not_specialize=["K", "k_per_split", "split_rows"])
+def segments_kernel(
+    a, b, out, rows, K, a_rows, k_per_split, a_stride, b_stride, out_stride, split_rows,
+    STARTS: tl.constexpr, ENDS: tl.constexpr, FIRSTS: tl.constexpr, S: tl.constexpr, MATRIX: tl.constexpr,
+    SHIFT: tl.constexpr, NUM_N: tl.constexpr, TRANS_A: tl.constexpr, TMA: tl.constexpr, ACCUMULATE: tl.constexpr,
+    PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """out[:, segment s] (+)= A_s @ b[:, segment s] for S segments: they are too narrow to fill a GPU one by one.
+
+    Args:
+        a: A_s [rows, K] in the rows from (MATRIX + s) * a_rows on; with TRANS_A A_s^T [K, rows].
+        b: [K, >= ENDS[-1] - SHIFT], its columns from SHIFT on; a and b are pointers or descriptors.
+        out: [ceil(K / k_per_split) * split_rows, >= ENDS[-1]] fp32, split k in the rows from k * split_rows on.
+        STARTS, ENDS: columns of the segments; FIRSTS: the first of a segment's tiles of BN columns, of NUM_N.
+    """
+    num_m = tl.cdiv(rows, BM)
+    per_split = num_m * NUM_N
+    split = tl.program_id(0) // per_split
+    pid_m, pid_n = tile_at(tl.program_id(0) - split * per_split, num_m, NUM_N, GROUP)
+    m0 = pid_m * BM
+    matrix = pid_n * 0 + MATRIX
+    n0 = pid_n * BN + STARTS[0]
+    end = pid_n * 0 + ENDS[0]
+    for s in tl.static_range(1, S):
+        matrix = tl.where(pid_n >= FIRSTS[s], MATRIX + s, matrix)
+        n0 = tl.where(pid_n >= FIRSTS[s], STARTS[s] + (pid_n - FIRSTS[s]) * BN, n0)
+        end = tl.where(pid_n >= FIRSTS[s], ENDS[s], end)
+    a0 = matrix * a_rows
+    k0 = split * k_per_split
+    acc = tl.zeros((BM, BN), dtype=tl.float32)
+    for k in range(k0, tl.minimum(K, k0 + k_per_split), BK):
+        if TRANS_A:
+            x = tl.trans(load_tile(a, a0 + k, m0, a0 + K, rows, a_stride, BK, BM, TMA, UPCAST))
+        else:
+            x = load_tile(a, a0 + m0, k, a0 + rows, K, a_stride, BM, BK, TMA, UPCAST)
+        y = load_tile(b, k, n0 - SHIFT, K, end - SHIFT, b_stride, BK, BN, TMA, UPCAST)
+        acc = tl.dot(x, y, acc, input_precision=PRECISION)
+    row = split * split_rows + m0
+    if ACCUMULATE:
+        add_tile(out, acc, row, n0, split * split_rows + rows, end, out_stride, BM, BN, PARTS, False)
+    else:
+        store_tile(out, acc, row, n0, split * split_rows + rows, end, out_stride, BM, BN, PARTS, False)

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a Matryoshka loss is cut and tiled; see prefixes.py. Nothing is tuned at run time."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from . import tuning
+from .launch import cdiv
+from .tuning import Tile
+
+#: Tiles on sm_90, bf16; `per_sm` says how many programs a multiprocessor holds. Tiles of 128 columns: two programs per
+#: multiprocessor, so that one multiplies while the other ends its tile, and segments of 128 are not padded.
+_SM90 = {
+    "sweep": Tile(128, 128, 64, 4, 3, 2, False, True, 4, 16),
+    "left": Tile(128, 128, 64, 4, 3, 2, parts=1, group=8),
+    "left_wide": Tile(128, 256, 64, 8, 3, 1, parts=1, group=8),
+    "right": Tile(128, 128, 64, 4, 3, 2, parts=2, group=8),
+    "right_wide": Tile(128, 256, 64, 8, 4, 1, parts=4, group=8),
+}
+#: Rows and columns of the elementwise kernel's tile, and its warps.
+BLEND = (64, 128, 8)
+
+
+def sweep_tile(arch: int, dims: Sequence[int], fp32: bool, described: bool) -> tuple[Tile, bool]:
+    """The tile of the similarities, and whether they can be read through descriptors.
+
+    Steps of a descriptor end at a prefix, since it has no masks: not every width will do.
+    """
+    tile = _SM90["sweep"] if described and not fp32 else tuning.choose("exp", arch, 4096, fp32, described)
+    if described:
+        step = step_between(dims, tile.BK)
+        if step is None:
+            return tuning.choose("exp", arch, 4096, fp32, False), False
+        tile = replace(tile, BK=step)
+    return tile, described
+
+
+def product_tile(kind: str, arch: int, dims: Sequence[int], fp32: bool, described: bool) -> Tile:
+    """The tile of "left" (dleft) or "right" (dright): 256 columns where that pads by no more than an eighth."""
+    if not described or fp32:
+        return tuning.choose(kind, arch, 4096, fp32, described)
+    padded = firsts((0, *dims[:-1]), dims, 256)[1] * 256
+    return _SM90[kind if padded * 8 > dims[-1] * 9 else f"{kind}_wide"]
+
+
+def step_between(dims: Sequence[int], largest: int) -> int | None:
+    """The largest step that ends at every prefix but the widest, which a descriptor fills with zeros."""
+    for step in (64, 32, 16):
+        if step <= largest and all(dim % step == 0 for dim in dims[:-1]):
+            return step
+    return None
+
+
+def firsts(starts: Sequence[int], ends: Sequence[int], BN: int) -> tuple[tuple[int, ...], int]:
+    """The first tile of BN columns of every segment, and how many there are."""
+    tiles, count = [], 0
+    for start, end in zip(starts, ends, strict=True):
+        tiles.append(count)
+        count += cdiv(end - start, BN)
+    return tuple(tiles), count
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a loss is cut: rows per chunk, and ranges of columns that the product for dleft sums apart."""
+
+    rows: int
+    splits: int
+
+
+@functools.lru_cache(maxsize=256)
+def cut(
+    B: int, N: int, dims: tuple[int, ...], itemsize: int, sms: int, sweep: Tile, left: Tile, budget: int, fewest: int,
+    differentiates: bool,
+) -> Cut | None:  # fmt: skip
+    """The fastest cut whose scratch stays within `budget` bytes; None when chunks would be too short."""
+    M, width = len(dims), dims[-1]
+    columns, slots = firsts((0, *dims[:-1]), dims, left.BN)[1], max(1, left.per_sm) * sms
+    per_row = M * cdiv(N, sweep.BN) * 8
+    if differentiates:
+        per_row += M * (N * itemsize + cdiv(N, BLEND[1]) * 4 + N * 4 // BLEND[0]) + width * itemsize
+
+    def scratch(splits):
+        return per_row + (splits * width * 4 if differentiates else 0)
+
+    largest = budget // scratch(1)
+    if largest < min(B, fewest):
+        return None
+    rows = B
+    if largest < B:
+        largest = max(largest // sweep.BM, 1) * sweep.BM
+        rows = min(largest, cdiv(cdiv(B, cdiv(B, largest)), sweep.BM) * sweep.BM)
+    best = None
+    for splits in (1, 2, 3, 4, 6, 8):
+        if splits > 1 and (rows * scratch(splits) > budget or N // splits < 8 * left.BK):
+            continue
+        tiles = cdiv(rows, left.BM) * columns * splits
+        cost = cdiv(tiles, slots) * slots / splits + columns * splits * rows / 4096
+        if best is None or cost < best[0]:
+            best = (cost, splits)
+    return Cut(rows, best[1])

@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Row-wise kernels of the Matryoshka loss: lengths of prefixes, references, losses, and the ends of the gradients.
+
+DIMS are the widths of the M prefixes, ascending; segment s are the numbers from DIMS[s - 1] to DIMS[s]. What there is
+per prefix and row (column) is a flat [M * B] ([M * N]) array, prefix by prefix. See prefixes.py for the formulas and
+rows.py for the same kernels of one width.
+"""
+
+import triton
+import triton.language as tl
+
+from .rows import LARGEST_LEAD, LARGEST_SUM, SMALLEST_SUM, changing, sigmoid_, softplus_
+from .tiles import LN2, LOG2E, scalar
+
+
+@changing
+def length_kernel(
+    x, inverse, rows, stride, vector_stride, DIMS: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, BD: tl.constexpr
+):  # fmt: skip
+    """inverse[s, i] = 1 / |x_i[:DIMS[s]]|; -1 for a prefix of zeros, NaN where fp32 can't hold the square.
+
+    Products with zeros are 0 times anything, so similarities take the absolute value; gradients take 0, see `share`.
+    """
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    square = tl.zeros((ROWS,), dtype=tl.float32)
+    for s in tl.static_range(M):
+        acc = tl.zeros((ROWS, BD), dtype=tl.float32)
+        for d in range(DIMS[s - 1] if s > 0 else 0, DIMS[s], BD):
+            c = d + tl.arange(0, BD)
+            both = (i < rows)[:, None] & (c < DIMS[s])[None, :]
+            v = tl.load(x + i.to(tl.int64)[:, None] * stride + c[None, :], mask=both, other=0.0).to(tl.float32)
+            acc += v * v
+        square += tl.sum(acc, axis=1)
+        length = tl.sqrt(square)
+        r = tl.where(square == 0, -1.0, 1.0 / tl.where(square == 0, 1.0, length))
+        tl.store(inverse + s * vector_stride + i, tl.where(length == float("inf"), float("nan"), r), mask=i < rows)
+
+
+@triton.jit
+def share(inverse):
+    """1 / length as gradients take it: 0 for zeros. NaN stays NaN."""
+    return tl.where(inverse < 0, 0.0, inverse)
+
+
+@changing
+def own_prefix_kernel(
+    left, right, own, inverse_left, inverse_right, cosine, rows, N, left_stride, right_stride, vector_stride,
+    DIMS: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """cosine[s, i] = the cosine of left_i and right_own(i) at prefix s."""
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    o = tl.load(own + i, mask=i < rows, other=0)
+    dot = tl.zeros((ROWS,), dtype=tl.float32)
+    for s in tl.static_range(M):
+        acc = tl.zeros((ROWS, BD), dtype=tl.float32)
+        for d in range(DIMS[s - 1] if s > 0 else 0, DIMS[s], BD):
+            c = d + tl.arange(0, BD)
+            both = (i < rows)[:, None] & (c < DIMS[s])[None, :]
+            x = tl.load(left + i.to(tl.int64)[:, None] * left_stride + c[None, :], mask=both, other=0.0)
+            y = tl.load(right + o[:, None] * right_stride + c[None, :], mask=both, other=0.0)
+            acc += x.to(tl.float32) * y.to(tl.float32)
+        dot += tl.sum(acc, axis=1)
+        f = share(tl.load(inverse_left + s * vector_stride + i, mask=i < rows, other=0.0))
+        g = share(tl.load(inverse_right + s * N + o, mask=i < rows, other=0.0))
+        tl.store(cosine + s * vector_stride + i, dot * f * g, mask=i < rows)
+
+
+@changing
+def reference_prefix_kernel(
+    left, right, inverse_left, inverse_right, cosine, own, self_column, scale, reference, rows, N, left_stride,
+    right_stride, vector_stride,
+    DIMS: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, SAMPLES: tl.constexpr, BK: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """A guess at every row's largest logit at every prefix, as `reference_kernel` of rows.py makes it."""
+    i = tl.program_id(0) * BM + tl.arange(0, BM)
+    j = tl.arange(0, SAMPLES).to(tl.int64) * N // SAMPLES
+    factor = scalar(scale) * LOG2E
+    left_out = j[None, :] == tl.load(own + i, mask=i < rows, other=-1)[:, None]
+    if self_column is not None:
+        left_out = left_out | (j[None, :] == tl.load(self_column + i, mask=i < rows, other=-1)[:, None])
+    acc = tl.zeros((BM, SAMPLES), dtype=tl.float32)
+    for s in tl.static_range(M):
+        for k in range(DIMS[s - 1] if s > 0 else 0, DIMS[s], BK):
+            c = k + tl.arange(0, BK)
+            both = (i < rows)[:, None] & (c < DIMS[s])[None, :]
+            a = tl.load(left + i.to(tl.int64)[:, None] * left_stride + c[None, :], mask=both, other=0.0)
+            b = tl.load(right + j[:, None] * right_stride + c[None, :], mask=(c < DIMS[s])[None, :], other=0.0)
+            if UPCAST:
+                a = a.to(tl.float32)
+                b = b.to(tl.float32)
+            acc = tl.dot(a, tl.trans(b), acc, input_precision=PRECISION)
+        f = share(tl.load(inverse_left + s * vector_stride + i, mask=i < rows, other=0.0)) * factor
+        z = acc * f[:, None] * share(tl.load(inverse_right + s * N + j))[None, :]
+        top = tl.max(tl.where(left_out, float("-inf"), z), axis=1)
+        own2 = tl.load(cosine + s * vector_stride + i, mask=i < rows, other=0.0) * factor
+        ref = tl.where(top == float("-inf"), own2, tl.maximum(top, tl.minimum(own2, top + LARGEST_LEAD)))
+        tl.store(reference + s * vector_stride + i, ref, mask=i < rows)
+
+
+@changing
+def check_prefix_kernel(
+    part_sum, part_max, total, reference, flags, rows, tiles, part_stride, vector_stride, ROWS: tl.constexpr,
+    BT: tl.constexpr,
+):  # fmt: skip
+    """`check_kernel` of rows.py for prefix program_id(1): total [M, part_stride], flags [M, ceil(rows / ROWS)]."""
+    s = tl.program_id(1)
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    acc = tl.zeros((BT, ROWS), dtype=tl.float32)
+    top = tl.full((BT, ROWS), float("-inf"), dtype=tl.float32)
+    for t in range(0, tiles, BT):
+        k = t + tl.arange(0, BT)
+        at = (s * tiles + k).to(tl.int64)[:, None] * part_stride + i[None, :]
+        inside = (k < tiles)[:, None] & (i < rows)[None, :]
+        acc += tl.load(part_sum + at, mask=inside, other=0.0)
+        top = tl.maximum(top, tl.load(part_max + at, mask=inside, other=float("-inf")))
+    row_sum = tl.sum(acc, axis=0)
+    row_top = tl.max(top, axis=0)
+    fine = (row_sum > SMALLEST_SUM) & (row_sum < LARGEST_SUM)
+    again = (row_top > float("-inf")) & (fine == 0) & (i < rows)
+    tl.store(total + s * part_stride + i, row_sum, mask=i < rows)
+    tl.store(reference + s * vector_stride + i, row_top, mask=again)
+    tl.store(flags + s * tl.num_programs(0) + tl.program_id(0), tl.max(again.to(tl.int32), axis=0))
+
+
+@changing
+def state_prefix_kernel(
+    part_sum, total, reference, flags, cosine, scale, weight, prefix_weight, loss, coefficient, own_coefficient,
+    inverse_left, left, scaled, rows, tiles, part_stride, vector_stride, left_stride, scaled_stride,
+    START: tl.constexpr, END: tl.constexpr, M: tl.constexpr, FLAG_ROWS: tl.constexpr, ROWS: tl.constexpr,
+    BT: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """From sums to losses and coefficients.
+
+    Args:
+        weight: [rows] fp32 pointer, or a number; times prefix_weight [M] fp32.
+        loss: [rows] fp32, weighted, summed over the prefixes.
+        coefficient: [M, part_stride] fp32: w_s,i sigma_s,i / l_s,i, so that G = coefficient * E.
+        own_coefficient: [M, part_stride] fp32: -w_s,i sigma_s,i, G of the own entry.
+        scaled: [rows, END - START] in the dtype of left, or None: the last segment of left_i times scale r G / E.
+    """
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = i < rows
+    num_flags = tl.cdiv(rows, FLAG_ROWS)
+    if weight.dtype.is_ptr():
+        w = tl.load(weight + i, mask=inside, other=0.0)
+    else:
+        w = tl.zeros((ROWS,), dtype=tl.float32) + weight
+    value = tl.zeros((ROWS,), dtype=tl.float32)
+    for s in tl.static_range(M):
+        row_sum = tl.load(total + s * part_stride + i, mask=inside, other=0.0)
+        flagged = tl.zeros((1,), dtype=tl.int32)
+        for d in tl.static_range(M):  # the repair made all prefixes of a flagged row anew
+            flagged = flagged | tl.load(flags + d * num_flags + tl.program_id(0) * ROWS // FLAG_ROWS)
+        if tl.max(flagged, axis=0) > 0:
+            acc = tl.zeros((BT, ROWS), dtype=tl.float32)
+            for t in range(0, tiles, BT):
+                k = t + tl.arange(0, BT)
+                at = (s * tiles + k).to(tl.int64)[:, None] * part_stride + i[None, :]
+                acc += tl.load(part_sum + at, mask=(k < tiles)[:, None] & inside[None, :], other=0.0)
+            row_sum = tl.sum(acc, axis=0)
+        lse = tl.load(reference + s * vector_stride + i, mask=inside, other=0.0) * LN2 + tl.log(row_sum)
+        lead = lse - tl.load(cosine + s * vector_stride + i, mask=inside, other=0.0) * scalar(scale)
+        of_prefix = w * tl.load(prefix_weight + s)
+        value += of_prefix * softplus_(lead)
+        own_part = of_prefix * sigmoid_(lead)
+        part = tl.where(row_sum == 0, 0.0, own_part / tl.where(row_sum == 0, 1.0, row_sum))
+        tl.store(coefficient + s * part_stride + i, part, mask=inside)
+        tl.store(own_coefficient + s * part_stride + i, -own_part, mask=inside)
+        if s == M - 1:
+            if scaled is not None:
+                f = share(tl.load(inverse_left + s * vector_stride + i, mask=inside, other=0.0))
+                outer = part * f * scalar(scale)
+                for d in range(START, END, BD):
+                    c = d + tl.arange(0, BD)
+                    both = inside[:, None] & (c < END)[None, :]
+                    x = tl.load(left + i.to(tl.int64)[:, None] * left_stride + c[None, :], mask=both, other=0.0)
+                    y = (x.to(tl.float32) * outer[:, None]).to(scaled.dtype.element_ty)
+                    at = scaled + i.to(tl.int64)[:, None] * scaled_stride + (c - START)[None, :]
+                    tl.store(at, y, mask=both)
+    tl.store(loss + i, value, mask=inside)
+
+
+@changing
+def column_sum_kernel(parts, out, tiles, n, ACCUMULATE: tl.constexpr, BLOCK: tl.constexpr):
+    """out[n] (+)= sum over tiles of parts [tiles, n]."""
+    k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    acc = tl.zeros((BLOCK,), dtype=tl.float32)
+    for t in range(0, tiles):
+        acc += tl.load(parts + tl.cast(t, tl.int64) * n + k, mask=k < n, other=0.0)
+    if ACCUMULATE:
+        acc += tl.load(out + k, mask=k < n, other=0.0)
+    tl.store(out + k, acc, mask=k < n)
+
+
+@changing
+def finish_prefix_kernel(
+    parts, splits, split_rows, parts_stride, row_parts, tiles, coefficient, own_coefficient, cosine, inverse_left,
+    inverse_right, own, right, left, out, right_out, right_radial, terms, scale, rows, N, D, right_stride, left_stride,
+    out_stride, right_out_stride, part_stride, vector_stride,
+    DIMS: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """The ends of the gradients: own entries, and the lengths of the rows' prefixes.
+
+    With R_s,i = sum_j G_s,ij z_s,ij, the own entry included:
+
+    out_i[segment s] = sum of the splits (in the last one times scale r G / E)
+                       + sum over d >= s of (scale r r' G_own right_own - r^2 R left_i)
+    right_out_own(i)[segment s] += sum over d >= s of scale r r' G_own left_i             fp32, rows may share a column
+    right_radial[s, own(i)] += (G z)_own;      terms_i = sum_s R_s,i / scale, the row's part of dL/dscale
+
+    parts (with out), right_out (with right_radial) and terms may be None.
+    """
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = i < rows
+    row = i.to(tl.int64)[:, None]
+    o = tl.load(own + i, mask=inside, other=0)
+    factor = scalar(scale)
+    own_part = tl.zeros((ROWS,), dtype=tl.float32)
+    radial = tl.zeros((ROWS,), dtype=tl.float32)
+    term = tl.zeros((ROWS,), dtype=tl.float32)
+    for s in tl.static_range(M - 1, -1, -1):
+        acc_rows = tl.zeros((BT, ROWS), dtype=tl.float32)
+        for t in range(0, tiles, BT):
+            k = t + tl.arange(0, BT)
+            at = (s * tiles + k).to(tl.int64)[:, None] * part_stride + i[None, :]
+            acc_rows += tl.load(row_parts + at, mask=(k < tiles)[:, None] & inside[None, :], other=0.0)
+        g_own = tl.load(own_coefficient + s * part_stride + i, mask=inside, other=0.0)
+        g_z_own = g_own * tl.load(cosine + s * vector_stride + i, mask=inside, other=0.0) * factor
+        whole = tl.sum(acc_rows, axis=0) + g_z_own
+        f = share(tl.load(inverse_left + s * vector_stride + i, mask=inside, other=0.0))
+        own_part += g_own * f * share(tl.load(inverse_right + s * N + o, mask=inside, other=0.0)) * factor
+        radial += whole * f * f
+        term += whole
+        if s == M - 1:
+            outer = tl.load(coefficient + s * part_stride + i, mask=inside, other=0.0) * f * factor
+        if right_out is not None:
+            tl.atomic_add(right_radial + s * N + o, g_z_own, mask=inside, sem="relaxed")
+        for d in range(DIMS[s - 1] if s > 0 else 0, DIMS[s], BD):
+            c = d + tl.arange(0, BD)
+            both = inside[:, None] & (c < DIMS[s])[None, :]
+            x = tl.load(left + row * left_stride + c[None, :], mask=both, other=0.0).to(tl.float32)
+            if out is not None:
+                acc = tl.zeros((ROWS, BD), dtype=tl.float32)
+                for k in range(0, splits):
+                    acc += tl.load(parts + (k * split_rows + row) * parts_stride + c[None, :], mask=both, other=0.0)
+                if s == M - 1:
+                    acc = acc * outer[:, None]
+                y = tl.load(right + o[:, None] * right_stride + c[None, :], mask=both, other=0.0).to(tl.float32)
+                acc += y * own_part[:, None] - x * radial[:, None]
+                tl.store(out + row * out_stride + c[None, :], acc.to(out.dtype.element_ty), mask=both)
+            if right_out is not None:
+                at = right_out + o[:, None] * right_out_stride + c[None, :]
+                tl.atomic_add(at, x * own_part[:, None], mask=both, sem="relaxed")
+    if out is not None:
+        nothing = tl.zeros((ROWS, BD), dtype=tl.float32).to(out.dtype.element_ty)
+        for d in range(DIMS[M - 1], D, BD):  # behind the widest prefix
+            c = d + tl.arange(0, BD)
+            tl.store(out + row * out_stride + c[None, :], nothing, mask=inside[:, None] & (c < D)[None, :])
+    if terms is not None:
+        tl.store(terms + i, term / factor, mask=inside)
+
+
+@changing
+def radial_kernel(
+    x, inverse, radial, out, rows, D, x_stride, out_stride, vector_stride,
+    DIMS: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """out_j[segment s] -= sum over d >= s of r_d,j^2 radial_d,j x_j; zeros behind the widest prefix."""
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = i < rows
+    row = i.to(tl.int64)[:, None]
+    part = tl.zeros((ROWS,), dtype=tl.float32)
+    for s in tl.static_range(M - 1, -1, -1):
+        r = share(tl.load(inverse + s * vector_stride + i, mask=inside, other=0.0))
+        part += r * r * tl.load(radial + s * vector_stride + i, mask=inside, other=0.0)
+        for d in range(DIMS[s - 1] if s > 0 else 0, DIMS[s], BD):
+            c = d + tl.arange(0, BD)
+            both = inside[:, None] & (c < DIMS[s])[None, :]
+            v = tl.load(x + row * x_stride + c[None, :], mask=both, other=0.0).to(tl.float32)
+            at = out + row * out_stride + c[None, :]
+            tl.store(at, tl.load(at, mask=both, other=0.0) - v * part[:, None], mask=both)
+    nothing = tl.zeros((ROWS, BD), dtype=tl.float32)
+    for d in range(DIMS[M - 1], D, BD):
+        c = d + tl.arange(0, BD)
+        tl.store(out + row * out_stride + c[None, :], nothing, mask=inside[:, None] & (c < D)[None, :])

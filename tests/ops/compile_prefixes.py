@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles, without a GPU, every kernel launch of the Matryoshka loss.
+
+    python tests/ops/compile_prefixes.py 90
+
+See compile_all.py, whose ways it shares. A process of its own: the tests' process has Triton's interpreter on.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "ops" / "src")]
+
+import paddle  # noqa: E402
+from paddle_infcl_ops import gradients, prefixes, tuning  # noqa: E402
+
+from tests.ops import compile_all  # noqa: E402
+
+CASES = (
+    # dtype, width, dims, rules: plain ones on either kind of tile for the products, then unaligned widths and fp32
+    ("bfloat16", 1024, (128, 256, 512, 1024), ()),
+    ("bfloat16", 768, (256, 512, 768), ("ids", "limit", "self_column")),
+    ("bfloat16", 384, (96, 384), ()),
+    ("bfloat16", 100, (33, 70), ("ids",)),
+    ("float32", 512, (128, 512), ()),
+)
+
+
+def main() -> None:
+    tuning.device = lambda tensor: (compile_all.ARCH, 132)
+    for module in (gradients, prefixes):
+        module.launch = compile_all.compile_launch
+    prefixes.FEWEST_ROWS = 1
+    rows = 384
+    index = paddle.zeros([rows], dtype="int64")
+    for dtype, width, dims, rules in CASES:
+        fields = {"row_ids": index, "column_ids": index} if "ids" in rules else {}
+        fields |= {"self_column": index} if "self_column" in rules else {}
+        fields |= {"limit": paddle.zeros([rows])} if "limit" in rules else {}
+        # Without a budget one chunk, with a small one several.
+        size = 4 if dtype == "float32" else 2
+        for budget in (None, 160 * (len(dims) * rows * (size + 1) + 4 * dims[-1])):
+            q, p = (paddle.zeros([rows, width]).astype(dtype).detach() for _ in range(2))
+            q.stop_gradient = p.stop_gradient = False
+            scale = paddle.to_tensor([50.0], stop_gradient=False)
+            options = {"scale": scale, "margin": 0.1, "memory_budget": budget, "row_weights": 1.0}
+            made = compile_all.block(q, p, index, **fields)
+            prefixes.prefix_info_nce(made, dims, [1.0] * len(dims), **options).backward()
+    with paddle.no_grad():
+        prefixes.prefix_info_nce(made, dims, [1.0] * len(dims), scale=50.0, row_weights=paddle.ones([rows]))
+    print(f"{len(compile_all.compiled)} launches compile for sm_{compile_all.ARCH}")
+
+
+if __name__ == "__main__":
+    compile_all.ARCH = int(sys.argv[1])
+    main()
