@@ -19,7 +19,7 @@ from paddle.autograd import PyLayer
 from . import one_pass, replay, static, two_pass
 from .dispatch import launch
 from .driver import empty, is_interpreting
-from .gradients import Gradient, scaled
+from .gradients import Gradient, scaled, scaled_pair
 from .launch import Similarity
 from .rows import loss_kernel, sum_kernel
 from .views import dense, number, rows_from, vectors
@@ -172,7 +172,7 @@ class _Job:
             gradients = [g and g.result() for g in gradients]
             incoming = None
         else:
-            gradients = [g and scaled(g.buffer, incoming, g.like.dtype) for g in self.gradients]
+            gradients = self._scaled(incoming)
             terms = self.scale_terms
         scale_gradient = None
         if terms is not None:
@@ -180,6 +180,16 @@ class _Job:
             launch(sum_kernel, (1,), terms, total, int(terms.size), 1.0, LARGEST=False, BLOCK=4096, num_warps=8)
             scale_gradient = scaled(total, 1.0 if incoming is None else incoming, self.scale.dtype)
         return (scale_gradient, *gradients) if self.scale_is_tensor else tuple(gradients)
+
+    def _scaled(self, incoming):
+        """The gradients that the forward made, times the incoming one."""
+        there = [g for g in self.gradients if g is not None]
+        if len(there) == 2:
+            done = scaled_pair(*(x for g in there for x in (g.buffer, g.like.dtype)), incoming)
+        else:
+            done = [scaled(g.buffer, incoming, g.like.dtype) for g in there]
+        done = iter(done)
+        return [g and next(done) for g in self.gradients]
 
     def _one_pass(self, plans, losses):
         chunks = {id(s): -(-s.B // plan.rows) for g, plan in zip(self.groups, plans, strict=True) for s in g}

@@ -350,11 +350,27 @@ def sum_kernel(x, out, n, factor, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def scale_kernel(x, out, factor, n, BLOCK: tl.constexpr):
-    """out = x * factor, cast; factor is a number or a pointer, x None for zeros."""
-    k = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+def _scale_block(x, out, factor, n, block, BLOCK: tl.constexpr):
+    k = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     if x is not None:
         value = tl.load(x + k, mask=k < n, other=0.0).to(tl.float32) * scalar(factor)
     else:
         value = tl.zeros((BLOCK,), dtype=tl.float32)
     tl.store(out + k, value.to(out.dtype.element_ty), mask=k < n)
+
+
+@triton.jit
+def scale_kernel(x, out, factor, n, BLOCK: tl.constexpr):
+    """out = x * factor, cast; factor is a number or a pointer, x None for zeros."""
+    _scale_block(x, out, factor, n, tl.program_id(0), BLOCK)
+
+
+@triton.jit
+def scale_pair_kernel(x, x_out, x_n, y, y_out, y_n, factor, BLOCK: tl.constexpr):
+    """Two of them in one launch."""
+    block = tl.program_id(0)
+    of_x = tl.cdiv(x_n, BLOCK)
+    if block < of_x:
+        _scale_block(x, x_out, factor, x_n, block, BLOCK)
+    else:
+        _scale_block(y, y_out, factor, y_n, block - of_x, BLOCK)
