@@ -262,6 +262,17 @@ def unsupported_problems(v) -> list[Problem]:
                 "must keep until the last micro-batch: take stage1, or gradient_accumulation_steps: 1",
             )
         )
+    elif "stage3" in words:
+        # Its forward and backward passes gather parameters layer by layer: processes that run the encoder unequally
+        # often, or backwards through other graphs, wait for each other forever.
+        uneven = [] if v.dataloader_drop_last else ["dataloader_drop_last: false, whose last batch may be uneven"]
+        uneven += ["evaluation, whose texts may be"] if v.do_eval or _word(v.evaluation_strategy) != "no" else []
+        if uneven:
+            message = f"gathers parameters in every pass, and so stands no {' and no '.join(uneven)}: take stage2"
+            problems.append(Problem("sharding", " ".join(words), message))
+        if getattr(v, "learnable_temperature", False):
+            message = "clips gradients by a norm that counts the temperature's once per process: take stage2"
+            problems.append(Problem("sharding", " ".join(words), message))
     return problems
 
 

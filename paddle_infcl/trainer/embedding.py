@@ -20,7 +20,7 @@ import paddle.distributed as dist
 from paddlenlp.trainer import EarlyStoppingCallback, Trainer
 from paddlenlp.trainer.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from paddlenlp.trainer.trainer_callback import ProgressCallback, TrainerState
-from paddlenlp.trainer.trainer_utils import IntervalStrategy, TrainOutput, has_length
+from paddlenlp.trainer.trainer_utils import IntervalStrategy, ShardingOption, TrainOutput, has_length
 from paddlenlp.trl import EmbeddingTrainer as UpstreamTrainer
 
 from paddle_infcl import checks
@@ -292,6 +292,8 @@ class EmbeddingTrainer(EvaluatesRetrieval, UpstreamTrainer):
     def _average_loss_gradients(self) -> None:
         """The mean over processes for the loss's own parameters, which no data-parallel wrapper sees."""
         ranks = self.loss_fn.ranks
+        if ShardingOption.SHARD_GRAD_OP in self.args.sharding:
+            return  # stage 2's hooks are on everything that the optimizer has
         for parameter in self.loss_fn.parameters() if ranks.world > 1 else ():
             gradient = parameter.grad
             for group in ranks.groups:
