@@ -33,6 +33,10 @@ def main() -> None:
             labels = y if logits is z else paddle.zeros([4, 2], dtype="int32")
             out = logprobs.logprobs_of_labels(leaf, labels, ignore_index=ignore, return_entropy=entropy)
             (out[0].sum() + out[1].sum() if entropy else out.sum()).backward()
+        # A slice, whose gradient's rows lie differently to the aligned addresses.
+        leaf = z[:, 1:].detach()
+        leaf.stop_gradient = False
+        logprobs.logprobs_of_labels(leaf, y).sum().backward()
     wide = paddle.zeros([7, 4, 2]).transpose([1, 2, 0])
     logprobs.logprobs_of_labels(wide, paddle.zeros([4, 2], dtype="int64"))
     # An uneven vocabulary has rows that no descriptor takes, and a small budget several pieces of rows and columns.

@@ -16,6 +16,8 @@ pytest.importorskip("triton")
 from paddle_infcl_ops import driver, logprobs
 from paddle_infcl_ops.logprobs import _Walk, logprobs_of_labels
 
+from tests.functional.oracle_logprobs import label_logprobs
+
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
@@ -124,10 +126,69 @@ def test_dtypes_that_the_kernels_do_not_take():
 
 def test_tiles_follow_the_vocabulary(monkeypatch):
     monkeypatch.setattr(driver, "is_interpreting", lambda: False)
-    z = paddle.zeros([1, 64000], dtype="float16")
-    assert logprobs._tile(z)["BLOCK"] * 2 == logprobs._BYTES_PER_TILE
-    for V, block in ((1, 256), (300, 512), (512, 512), (513, 1024)):
-        assert logprobs._tile(z[:, :V])["BLOCK"] == block
+    assert logprobs._forward_tile(64000, 2) == {"U": 4, "LANES": 128, "VEC": 8, "num_warps": 4}
+    assert logprobs._forward_tile(64000, 4)["VEC"] == 4
+    assert logprobs._backward_tile(64000, 2) == {"BLOCK": 2048, "VEC": 8, "num_warps": 4}
+    for itemsize in (2, 4):
+        for V in (1, 100, 300, 512, 513, 1000, 2048, 2049, 5000):
+            tile = logprobs._forward_tile(V, itemsize)
+            lanes, step = tile["LANES"], tile["U"] * tile["LANES"] * tile["VEC"]
+            assert lanes == 32 * tile["num_warps"] >= 2 * tile["VEC"]
+            # No more than twice the vocabulary, and no smaller than it must be.
+            assert step < 2 * V or step == 32 * tile["VEC"]
+            assert step >= V or step == 4 * 128 * tile["VEC"]
+            block = logprobs._backward_tile(V, itemsize)["BLOCK"]
+            assert (block < 2 * V or block == 256) and (block >= V or block == 4096 // itemsize)
+
+
+def layouts(V):
+    """Logits [2, 4, V] whose rows lie differently to the aligned addresses, with (ALIGN, SAME) for each."""
+    whole, even = paddle.randn([2, 5, V]), V % 16 == 0
+    wide = paddle.randn([2, 4, -(-V // 16) * 16])
+    yield whole[:, :4].contiguous(), not even, True
+    yield whole[:, :4], not even, even or V % 2 == 0
+    yield whole[:, 1:], not even, even or V % 2 == 0
+    yield whole.transpose([1, 0, 2])[:4].contiguous().transpose([1, 0, 2]), not even, even or V % 2 == 0
+    yield wide[:, :, :V], not even, even or V % 2 == 0
+
+
+@pytest.mark.parametrize("V", [32, 34, 33, 17, 3, 2, 1])
+@pytest.mark.parametrize("vec", [2, 8])
+def test_rows_are_read_in_whole_vectors_wherever_they_start(V, vec, monkeypatch):
+    forward = {"U": 2, "LANES": 16, "VEC": vec}
+    monkeypatch.setattr(logprobs, "_forward_tile", lambda *_: forward)
+    monkeypatch.setattr(logprobs, "_backward_tile", lambda *_: {"BLOCK": 16, "VEC": vec})
+    seen = []
+    real = driver.launch
+    monkeypatch.setattr(driver, "launch", lambda *args, **meta: seen.append(meta) or real(*args, **meta))
+    for index, (view, align, same) in enumerate(layouts(V)):
+        logits = view.detach()
+        if V > 2:
+            logits[0, 0, 1], logits[0, 1, V - 1], logits[0, 2, 0], logits[0, 3, 2] = 1e4, -1e4, -np.inf, -np.inf
+        logits.stop_gradient = False
+        rng = np.random.default_rng(index)
+        labels = np.stack([[0, V - 1, min(1, V - 1), V // 2], rng.integers(0, V, 4)])
+        g, h = (rng.standard_normal([2, 4]).astype("float32") for _ in range(2))
+        out, entropy = logprobs_of_labels(logits, paddle.to_tensor(labels), return_entropy=True)
+        paddle.autograd.backward([out, entropy], [paddle.to_tensor(g), paddle.to_tensor(h)])
+        want = label_logprobs(logits.numpy(), labels, g=g, h=h)
+        np.testing.assert_allclose(out.numpy(), want[0], rtol=3e-6, atol=3e-6)
+        np.testing.assert_allclose(entropy.numpy(), want[1], rtol=3e-6, atol=3e-6)
+        np.testing.assert_allclose(logits.grad.numpy(), want[2], rtol=3e-6, atol=3e-6)
+        assert seen[-1]["ALIGN"] == align
+        if vec == 2 and align:
+            assert seen[-1]["SAME"] == same
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_wrong_at_the_ends_of_a_row_is_seen(bad):
+    """The entries before the first whole vector and after the last one take another way."""
+    z = paddle.randn([1, 5, 35]).numpy()
+    for column in (0, 1, 33, 34):
+        values = z.copy()
+        values[0, 1::2, column] = bad
+        out = logprobs_of_labels(paddle.to_tensor(values), paddle.full([1, 5], 7, dtype="int64"))
+        assert np.isnan(out.numpy()).tolist() == [[False, True, False, True, False]]
 
 
 @pytest.mark.parametrize("arch", [80, 90])

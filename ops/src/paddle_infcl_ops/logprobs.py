@@ -11,10 +11,12 @@ from paddle.autograd import PyLayer
 
 from . import driver
 from .label_kernels import label_backward_kernel, label_forward_kernel
-from .linear_logprobs import linear_logprobs_of_labels
+from .linear_logprobs import Columns, linear_logprobs_of_labels
 
 _DTYPES = (paddle.float32, paddle.float16, paddle.bfloat16)
-_BYTES_PER_TILE = 16384
+# Bytes of logits that a lane loads at once, and that a step of the backward kernel takes.
+_VECTOR = 16
+_BYTES_PER_STEP = 4096
 
 
 def logprobs_of_labels(
@@ -86,19 +88,42 @@ class _Walk:
     def contiguous(self) -> tuple[int, int, int, int]:
         """The strides of a new tensor of the logits' shape."""
         row = self.T * self.V
-        return self.n1 * row, row, self.V, 1
+        return self.n1 * row if self.n0 > 1 else 0, row if self.n1 > 1 else 0, self.V, 1
 
 
-def _tile(logits) -> dict:
-    """Entries per step and warps of the kernels: 16 KiB of logits in flight per program."""
-    V = logits.shape[-1]
+def _forward_tile(V: int, itemsize: int) -> dict:
+    """Vectors per lane and step, lanes and entries per vector of the forward kernel."""
     if driver.is_interpreting():
         # Where every step is slow: several steps for small vocabularies, few for large ones.
-        return {"BLOCK": 64 if V <= 512 else 4096}
-    block = _BYTES_PER_TILE // logits.element_size()
+        return {"U": 2, "LANES": 16, "VEC": 2} if V <= 512 else {"U": 4, "LANES": 256, "VEC": 4}
+    vectors, warps, vec = 4, 4, _VECTOR // itemsize
+    while warps > 1 and vectors * warps * 16 * vec >= V:
+        warps //= 2
+    while vectors > 1 and vectors * warps * 16 * vec >= V:
+        vectors //= 2
+    return {"U": vectors, "LANES": 32 * warps, "VEC": vec, "num_warps": warps}
+
+
+def _backward_tile(V: int, itemsize: int) -> dict:
+    """Entries per step of the backward kernel, whose loads run two steps ahead."""
+    if driver.is_interpreting():
+        return {"BLOCK": 64 if V <= 512 else 4096, "VEC": 2}
+    block, vec = _BYTES_PER_STEP // itemsize, _VECTOR // itemsize
     while block > 256 and block // 2 >= V:
         block //= 2
-    return {"BLOCK": block, "num_warps": max(1, min(8, block // 256))}
+    return {"BLOCK": block, "VEC": vec, "num_warps": max(1, min(4, block // (32 * vec)))}
+
+
+def _ragged(tensor, strides) -> bool:
+    """Whether rows must look for their aligned entries: not all are aligned, or not so that the compiler sees it."""
+    uneven = any(x % 16 for x in (tensor.shape[-1], *strides[:-1]))
+    return strides[-1] == 1 and (uneven or tensor.data_ptr() % _VECTOR != 0)
+
+
+def _aligned(tensor):
+    """(the tensor as if it began at the aligned address before it, entries in between)."""
+    shift = tensor.data_ptr() % _VECTOR // tensor.element_size()
+    return (Columns(tensor, -shift) if shift else tensor), shift
 
 
 class _LabelLogprobs(PyLayer):
@@ -118,11 +143,13 @@ class _LabelLogprobs(PyLayer):
         top, log_sum = (driver.empty(shape, fp32, logits) if keep else None for _ in range(2))
         entropy = driver.empty(shape, fp32, logits) if return_entropy else None
         if logprobs.size:
+            ragged = _ragged(logits, walk.logits)
+            source, shift = _aligned(logits) if ragged else (logits, 0)
             driver.launch(
                 label_forward_kernel, (logprobs.size,),
-                logits, None, labels, logprobs, top, log_sum, entropy, walk.n1, walk.n2, *walk.logits, *walk.labels,
+                source, labels, logprobs, top, log_sum, entropy, walk.n1, walk.n2, shift, *walk.logits, *walk.labels,
                 walk.V, plan.scale, ignore_index or 0, HAS_IGNORE=ignore_index is not None, WIDE=walk.wide,
-                **_tile(logits),
+                ALIGN=ragged, **_forward_tile(walk.V, logits.element_size()),
             )  # fmt: skip
         if wanted:
             ctx.save_for_backward(logits)
@@ -143,12 +170,17 @@ class _LabelLogprobs(PyLayer):
             dlogits, strides = driver.empty(logits.shape, logits.dtype, logits), walk.contiguous()
         rows = walk.n0 * walk.n1 * walk.T
         if rows:
+            tile = _backward_tile(walk.V, logits.element_size())
+            ragged = walk.logits[-1] == 1 and (_ragged(logits, walk.logits) or _ragged(dlogits, strides))
+            (source, shift), (out, out_shift) = (_aligned(x) if ragged else (x, 0) for x in (logits, dlogits))
+            apart = (shift - out_shift, *(x - y for x, y in zip(walk.logits, strides, strict=True)))
             driver.launch(
                 label_backward_kernel, (rows,),
-                logits, None, labels, dlogits, logprobs, top, log_sum, entropy if h is not None else None,
-                g.contiguous(), None if h is None else h.contiguous(), walk.n1, walk.n2, walk.T, *walk.logits,
-                *walk.labels, *strides, walk.V, plan.scale, ignore_index or 0, HAS_IGNORE=ignore_index is not None,
-                WIDE=walk.wide, **_tile(logits),
+                source, labels, out, logprobs, top, log_sum, entropy if h is not None else None, g.contiguous(),
+                None if h is None else h.contiguous(), walk.n1, walk.n2, walk.T, shift, *walk.logits, *walk.labels,
+                out_shift, *strides, walk.V, plan.scale, ignore_index or 0, HAS_IGNORE=ignore_index is not None,
+                WIDE=walk.wide, ALIGN=ragged, SAME=not any(x % tile["VEC"] for x in apart),
+                **tile,
             )  # fmt: skip
         return dlogits
 
