@@ -130,12 +130,12 @@ def drop_same_id(z, row_ids, column_ids, m0, n0, rows, N, IDS: tl.constexpr, R: 
     i = m0 + tl.arange(0, R)
     for w in tl.range(0, C // 32, num_stages=1):
         j = n0 + w * 32 + tl.arange(0, 32)
-        same = tl.zeros((R, 32), dtype=tl.int1)
+        same = tl.zeros((R, 32), dtype=tl.int32)  # the interpreter of Triton 3.3 has no int1
         for k in tl.static_range(IDS):
             r = tl.load(row_ids + i.to(tl.int64) * IDS + k, mask=i < rows, other=-1)
             c = tl.load(column_ids + j.to(tl.int64) * IDS + k, mask=j < N, other=-1)
-            same = same | ((tl.where(r < 0, -2, r)[:, None] == c[None, :]) & (c >= 0)[None, :])
-        word = tl.sum(same.to(tl.int32) << tl.arange(0, 32)[None, :], axis=1)
+            same = same | ((tl.where(r < 0, -2, r)[:, None] == c[None, :]) & (c >= 0)[None, :]).to(tl.int32)
+        word = tl.sum(same << tl.arange(0, 32)[None, :], axis=1)
         bit = (word[:, None] >> (column & 31)[None, :]) & 1
         z = tl.where(((column >> 5) == w)[None, :] & (bit != 0), float("-inf"), z)
     return z
