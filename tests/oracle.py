@@ -262,6 +262,35 @@ def smoothed_rows(q, p, temperature, e, dropped=None) -> np.ndarray:
     return np.array(losses)
 
 
+def own_above_mean(arrays: dict, groups: list, temperature: float) -> dict:
+    """What label smoothing adds, per unit of it: the mean of own_i - mean_j z_ij over candidates, bonuses apart.
+
+    Returns:
+        `loss`, `grads`, `dtemperature` and `magnitudes`, as from `info_nce`.
+    """
+    arrays = {k: np.asarray(v, np.float64) for k, v in arrays.items()}
+    grads = {k: np.zeros_like(v) for k, v in arrays.items()}
+    sums = {k: np.zeros_like(v) for k, v in arrays.items()}
+    loss = 0.0
+    for group in groups:
+        entries = [kept(b, arrays[b["left"]], arrays[b["right"]]) for b in group]
+        counts = sum(k.sum(axis=1) for k in entries)
+        for block, k in zip(group, entries, strict=True):
+            left, right = arrays[block["left"]], arrays[block["right"]]
+            own, share = np.zeros(k.shape), k / counts[:, None]
+            for i, j in enumerate([] if block.get("own") is None else block["own"]):
+                if j >= 0:
+                    own[i, j] = 1.0
+            g, terms = (x / (temperature * len(left) * len(groups)) for x in (own - share, own + share))
+            loss += float((g * (left @ right.T)).sum())
+            grads[block["left"]] += g @ right
+            grads[block["right"]] += g.T @ left
+            sums[block["left"]] += terms @ np.abs(right)
+            sums[block["right"]] += terms.T @ np.abs(left)
+    magnitudes = {k: v.max(initial=0.0) for k, v in sums.items()}
+    return {"loss": loss, "grads": grads, "dtemperature": -loss / temperature, "magnitudes": magnitudes}
+
+
 def numeric_gradients(value, arrays, step: float = 1e-5) -> list[np.ndarray]:
     """Gradients of value(arrays) by central differences of fourth order."""
     arrays = [np.array(a, np.float64) for a in arrays]

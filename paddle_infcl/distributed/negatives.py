@@ -125,7 +125,7 @@ def global_info_nce(
         row_weights: w, a float or [B]; None is 1 / total rows. The mean over processes of the results is then the sum
             over all rows of w_i loss_i.
         backend, memory_budget: as for `functional.info_nce`.
-        row_loss, label_smoothing: as for `functional.info_nce`; with the latter auto takes gather.
+        row_loss, label_smoothing: as for `functional.info_nce`.
         matryoshka: as for `functional.info_nce`; columns are gathered once for all prefixes, and go round the ring
             once for each.
 
@@ -137,10 +137,6 @@ def global_info_nce(
             disagree about what they share.
     """
     check_strategy(strategy)
-    if label_smoothing and ranks.world > 1:
-        if strategy == "ring":
-            raise ValueError("negatives_strategy: ring has no label_smoothing; take gather")
-        strategy = "gather" if strategy == "auto" else strategy
     rows = check_groups(groups)
     options = {"backend": backend, "memory_budget": memory_budget}
     options |= {} if row_loss is None else {"row_loss": row_loss}
@@ -171,7 +167,7 @@ def global_info_nce(
             for dim, part_weight in matryoshka.by_width(groups[0][0].left.shape[1])
         ]
         return sum(terms[1:], terms[0])
-    plan = _ring_plan(groups, layout, ranks, scale, weights, row_loss, backend, memory_budget)
+    plan = _ring_plan(groups, layout, ranks, scale, weights, row_loss, backend, memory_budget, label_smoothing)
     return ring_loss(plan, scale)
 
 
@@ -184,6 +180,7 @@ def _ring_plan(
     row_loss: RowLoss | None,
     backend: str,
     memory_budget: int | None,
+    label_smoothing: float = 0.0,
 ) -> RingPlan:
     first = groups[0][0].left
     dtype = accumulation_dtype(first.dtype)
@@ -192,8 +189,9 @@ def _ring_plan(
     budget = 2**62 if backend == "dense" else memory_budget
     functions = block_functions(backend, first)
     plan = RingPlan(
-        groups, layout, Exchange(ranks), functions, [InfoNCE()] * len(groups), weights / len(groups), budget
-    )
+        groups, layout, Exchange(ranks), functions, [InfoNCE()] * len(groups), weights / len(groups), budget,
+        label_smoothing,
+    )  # fmt: skip
     if row_loss is not None:
         counts = ring_counts(plan)
         plan.row_losses = [

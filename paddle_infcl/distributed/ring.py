@@ -31,6 +31,7 @@ from paddle_infcl.functional.blocks import Block
 from paddle_infcl.functional.budget import distinct_sides
 from paddle_infcl.functional.counting import count_negatives
 from paddle_infcl.functional.hops import BlockFunctions
+from paddle_infcl.functional.smoothing import EvenShare
 from paddle_infcl.functional.tiles import accumulation_dtype
 
 # Shards of at least so many columns are worked on in two halves.
@@ -90,6 +91,7 @@ class RingPlan:
         row_losses: one per group, see `functional.row_losses`.
         weights: [B] weights of the rows within one group.
         memory_budget: bytes for logits held at once.
+        label_smoothing: e, see `functional.smoothing`; candidates are counted and added up in the forward sweep.
     """
 
     def __init__(
@@ -101,9 +103,12 @@ class RingPlan:
         row_losses: Sequence[Any],
         weights: Tensor,
         memory_budget: int | None,
+        label_smoothing: float = 0.0,
     ):
         self.groups, self.layout, self.exchange, self.functions = groups, layout, exchange, functions
         self.row_losses, self.weights, self.memory_budget = row_losses, weights, memory_budget
+        self.label_smoothing = label_smoothing
+        self.even = [EvenShare(group, memory_budget) for group in groups] if label_smoothing else None
         self.tensors, _ = distinct_sides(groups)
         self.rights = layout.entries[: layout.rights]
         self.hops = schedule(exchange.place, exchange.world)
@@ -166,10 +171,13 @@ def ring_lse(plan: RingPlan, scale: Tensor) -> tuple[list[Tensor], list[Tensor]]
     lse: list[Tensor | None] = [None] * len(plan.groups)
     for hop, columns in plan.travel():
         for g, group in enumerate(plan.groups):
-            for b in range(len(group)):
+            for b, block in enumerate(group):
                 here = plan.at(hop, g, b, columns)
-                if here is not None:
-                    lse[g] = plan.functions.lse(here, scale, out=lse[g], memory_budget=plan.memory_budget)
+                if here is None:
+                    continue
+                lse[g] = plan.functions.lse(here, scale, out=lse[g], memory_budget=plan.memory_budget)
+                if plan.even is not None:
+                    plan.even[g].see(id(block.left), here)
     own = []
     for group in plan.groups:
         values = [plan.functions.own(plan.at_home(block), scale) for block in group if block.own is not None]
@@ -199,7 +207,12 @@ def _made(sums: dict[int, Tensor], tensor: Tensor) -> Tensor:
 
 
 def ring_gradients(
-    plan: RingPlan, scale: Tensor, lse: Sequence[Tensor], dothers: Sequence[Tensor], down: Sequence[Tensor]
+    plan: RingPlan,
+    scale: Tensor,
+    lse: Sequence[Tensor],
+    dothers: Sequence[Tensor],
+    down: Sequence[Tensor],
+    dmean: Tensor | None = None,
 ) -> tuple[list[Tensor], Tensor]:
     """The backward sweep.
 
@@ -209,6 +222,7 @@ def ring_gradients(
         lse: per group [B], from `ring_lse`.
         dothers: per group [B], gradient that reaches lse.
         down: per group [B], gradient that reaches the own logits.
+        dmean: [B] gradient that reaches the mean logits of every group; with label smoothing.
 
     Returns:
         (per tensor of plan.tensors its gradient, 0-d gradient of scale).
@@ -231,6 +245,8 @@ def ring_gradients(
                     here, scale, lse[g], dothers[g], dleft=dleft.get(id(block.left)), dright=sums.get(key),
                     terms=terms, memory_budget=plan.memory_budget,
                 )  # fmt: skip
+                if plan.even is not None:
+                    plan.even[g].add_right(id(block.left), here, scale, dmean, sums[key])
 
     on_the_way: list[tuple[list[Tensor], Any]] = []  # per part: gradients that come here, and the wait for them
     for hop, columns in plan.travel():
@@ -261,6 +277,10 @@ def ring_gradients(
             if block.own is not None:
                 sides = _made(dleft, block.left), _made(dright, block.right)
                 plan.functions.add_own(plan.at_home(block), scale, down[g], *sides, terms)
+    for even in plan.even or ():
+        for name in even.sides:
+            even.add_left(name, scale, dmean, dleft[name])
+        terms.add_(dmean * even.means(scale) / scale)
     gradients = [plan.functions.total(t, dleft.get(id(t)), dright.get(id(t))) for t in plan.tensors]
     return gradients, terms.sum()
 
@@ -276,6 +296,9 @@ class _Ring(PyLayer):
             for row_loss, x, o in zip(plan.row_losses, lse, own, strict=True)
         ]
         losses = [(plan.weights * t.losses).sum() for t in terms if t is not None]
+        if plan.even is not None and rows.stop:
+            above = [o - even.means(wide) for o, even in zip(own, plan.even, strict=True)]
+            losses += [plan.label_smoothing * (plan.weights * a).sum() for a in above]
         ctx.plan, ctx.scale, ctx.lse, ctx.terms = plan, wide, lse, terms
         ctx.wanted = [not t.stop_gradient for t in (scale, *tensors)]
         return sum(losses[1:], losses[0]) if losses else paddle.zeros([], own[0].dtype)
@@ -285,8 +308,9 @@ class _Ring(PyLayer):
         plan, weights = ctx.plan, ctx.plan.weights * dloss.astype(ctx.plan.weights.dtype)
         none = paddle.zeros_like(weights)
         dothers = [none if t is None else weights * t.dothers for t in ctx.terms]
-        down = [none if t is None else weights * t.down for t in ctx.terms]
-        gradients, dscale = ring_gradients(plan, ctx.scale, ctx.lse, dothers, down)
+        e = plan.label_smoothing
+        down = [none if t is None else weights * (t.down + e) for t in ctx.terms]
+        gradients, dscale = ring_gradients(plan, ctx.scale, ctx.lse, dothers, down, -e * weights)
         for t in ctx.terms:
             if t is not None and t.dscale is not None:
                 dscale = dscale + (weights * t.dscale).sum()

@@ -55,8 +55,8 @@ def info_nce(
         temperature: T, z = <left, right> / T. A tensor of one element gets its gradient.
         row_weights: w, a float or [B]; None is 1/B.
         row_loss: another function of a row's log-sum-exp and own logit; None is the InfoNCE above. See `row_losses`.
-        label_smoothing: e, the share of the target that is spread evenly over all candidates of a row. Costs three
-            more products in plain Paddle operators (`smoothing`).
+        label_smoothing: e, the share of the target that is spread evenly over all candidates of a row. Sums over
+            columns for blocks without rules; with rules two to four products in plain Paddle operators (`smoothing`).
         matryoshka: add up the losses of these prefixes of the vectors, each scaled to length 1 again. The paddle
             backend computes them from one sweep over the similarities (`prefixes`), and so do the Triton kernels for
             one block with no rules but ids and a margin; everything else, one by one.

@@ -18,7 +18,7 @@ from paddle_infcl.distributed.negatives import global_info_nce
 from paddle_infcl.distributed.ranks import Ranks
 from paddle_infcl.gradcache import window_step
 from paddle_infcl.losses import InfCLLoss
-from paddle_infcl.objectives import InfoNCEObjective, ObjectiveLoss, Qwen3Objective
+from paddle_infcl.objectives import InfoNCEObjective, ObjectiveLoss, Qwen3Objective, RankingObjective
 from tests.distributed.batches import OBJECTIVES, Part, parts, whole
 from tests.distributed.gloo_groups import separate_stores
 
@@ -114,6 +114,7 @@ def compare(mine, want, tolerance: float, what: str) -> None:
             )
 
 
+FOUR = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
 # Name -> (makes the layer, whether it gets ids).
 LAYERS = {
     "matryoshka": (partial(InfCLLoss, 0.1, matryoshka_dims=[8, 3], matryoshka_weights=[1.0, 0.5]), False),
@@ -121,6 +122,14 @@ LAYERS = {
     "layer with ids": (partial(InfCLLoss, 0.1), True),
     "debiased": (partial(ObjectiveLoss, InfoNCEObjective(), 0.5, tau_plus=0.05), False),
     "qwen3": (partial(ObjectiveLoss, Qwen3Objective(), 0.1), True),
+    "smoothed": (
+        partial(ObjectiveLoss, InfoNCEObjective(), 0.1, label_smoothing=0.2, learnable_temperature=True),
+        False,
+    ),
+    "smoothed directions": (
+        partial(ObjectiveLoss, RankingObjective(FOUR), 0.5, label_smoothing=0.2, tau_plus=0.05),
+        True,
+    ),
 }
 SHAPES = {
     "even": ([4, 4, 4, 4], [1, 1, 1, 1]),
@@ -182,7 +191,7 @@ def main(dp: int, sharding: int, mp: int) -> None:
             else:
                 loss, extra = blocks(name, ranks, strategy, backend)
             mine = train([step[rank] for step in steps], loss, extra, average, accumulation)
-            tolerance = 1e-5 if name == "learnable" else 1e-9  # that temperature is float32
+            tolerance = 1e-5 if name in ("learnable", "smoothed") else 1e-9  # their temperature is float32
             if rank == 0:
                 compare(mine, want, tolerance, f"{shape}, {name}, {strategy}, {backend}, {accumulation}")
             checked += 1

@@ -94,8 +94,11 @@ class ThreadExchange:
         return wait
 
 
-def run_ring(objective, pieces, functions):
-    """Per process (loss, gradient of the scale), vectors with their gradients, bytes sent; processes are threads."""
+def run_ring(objective, pieces, functions, e=0.0):
+    """Per process (loss, gradient of the scale), vectors with their gradients, bytes sent; processes are threads.
+
+    e: label smoothing.
+    """
     world, rows, dtype = len(pieces), [len(part.q) for part in pieces], str(pieces[0].q.dtype)
     vectors = [[paddle.to_tensor(x, stop_gradient=False) for x in (part.q, part.p)] for part in pieces]
     all_groups = [OBJECTIVES[objective](part, *v) for part, v in zip(pieces, vectors, strict=True)]
@@ -109,16 +112,19 @@ def run_ring(objective, pieces, functions):
             groups = numbered_owners(all_groups[rank], layout, rank)
             weights = paddle.full([rows[rank]], 1.0 / sum(rows) / len(groups), dtype)
             exchange = ThreadExchange(rank, world, boxes, sent)
-            plan = RingPlan(groups, layout, exchange, functions, [InfoNCE()] * len(groups), weights, 4096)
+            plan = RingPlan(groups, layout, exchange, functions, [InfoNCE()] * len(groups), weights, 4096, e)
             scale = paddle.full([], 1 / T, dtype)
             lse, own = ring_lse(plan, scale)
             terms = [
                 InfoNCE()(x, o, slice(0, rows[rank])) if rows[rank] else None for x, o in zip(lse, own, strict=True)
             ]
             loss = sum(float((weights * t.losses).sum()) for t in terms if t is not None)
+            if e and rows[rank]:
+                above = [o - even.means(scale) for o, even in zip(own, plan.even, strict=True)]
+                loss += e * sum(float((weights * a).sum()) for a in above)
             dothers = [weights if t is None else weights * t.dothers for t in terms]
-            down = [weights if t is None else weights * t.down for t in terms]
-            gradients, dscale = ring_gradients(plan, scale, lse, dothers, down)
+            down = [weights if t is None else weights * (t.down + e) for t in terms]
+            gradients, dscale = ring_gradients(plan, scale, lse, dothers, down, -e * weights)
             results[rank] = (loss, float(dscale), list(zip(plan.tensors, gradients, strict=True)))
         except BaseException as error:
             errors.append(error)
@@ -148,12 +154,20 @@ def test_the_sweeps_equal_one_process(objective, rows, negatives):
     check_against_one_process(objective, parts(rows, negatives, seed=len(rows)), FUNCTIONS)
 
 
-def check_against_one_process(objective, pieces, functions, tolerance=1e-9):
-    results, vectors, sent = run_ring(objective, pieces, functions)
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_smoothed_labels_in_the_ring(objective):
+    """Candidates are counted and added up hop by hop, an empty process among them, without a message more."""
+    pieces = parts([3, 0, 2], [1, 1, 2], seed=9)
+    smoothed = check_against_one_process(objective, pieces, FUNCTIONS, e=0.3)
+    assert smoothed == run_ring(objective, pieces, FUNCTIONS)[2]
+
+
+def check_against_one_process(objective, pieces, functions, tolerance=1e-9, e=0.0):
+    results, vectors, sent = run_ring(objective, pieces, functions, e)
     joined = whole(pieces)
     q, p = (paddle.to_tensor(x, stop_gradient=False) for x in (joined.q, joined.p))
     temperature = paddle.to_tensor(T, dtype=q.dtype, stop_gradient=False)
-    want = info_nce(OBJECTIVES[objective](joined, q, p), temperature=temperature, backend="dense")
+    want = info_nce(OBJECTIVES[objective](joined, q, p), temperature=temperature, backend="dense", label_smoothing=e)
     want.backward()
     assert sum(r[0] for r in results) == pytest.approx(float(want), rel=tolerance)
     assert sum(r[1] for r in results) == pytest.approx(-float(temperature.grad) * T**2, rel=10 * tolerance)
@@ -167,7 +181,7 @@ def check_against_one_process(objective, pieces, functions, tolerance=1e-9):
 def test_large_shards_travel_in_two_parts_and_bytes_are_as_said():
     """Some shards are halved and some are not; all processes agree which."""
     pieces = parts([300, 700, 260], [1, 0, 2], width=4, seed=5)
-    sent = check_against_one_process("plain", pieces, FUNCTIONS)
+    sent = check_against_one_process("plain", pieces, FUNCTIONS, e=0.2)
     columns = [len(part.p) * 4 * 8 for part in pieces]
     for place in range(3):
         # Twice all shards but the one that the next process has already; gradients of those visited.
@@ -178,8 +192,11 @@ def test_large_shards_travel_in_two_parts_and_bytes_are_as_said():
     assert sent == [bytes_sent(4, 600 * 4 * 8, 600 * 4 * 8)] * 4
 
 
-@pytest.mark.parametrize("objective", ["plain", "ids", "guided", "four ways"])
-def test_the_triton_functions_in_the_ring(objective):
+@pytest.mark.parametrize(
+    "objective, e",
+    [("plain", 0.0), ("ids", 0.0), ("guided", 0.0), ("four ways", 0.0), ("plain", 0.2), ("guided", 0.2)],
+)
+def test_the_triton_functions_in_the_ring(objective, e):
     ops = pytest.importorskip("paddle_infcl_ops")
     if not ops.availability()[0]:
         pytest.skip(ops.availability()[1])
@@ -196,7 +213,7 @@ def test_the_triton_functions_in_the_ring(objective):
 
         return call
 
-    check_against_one_process(objective, pieces, BlockFunctions(alone(ops.block_lse), alone(ops.block_grads)), 2e-5)
+    check_against_one_process(objective, pieces, BlockFunctions(alone(ops.block_lse), alone(ops.block_grads)), 2e-5, e)
 
 
 @pytest.mark.parametrize("size", [1.0, 1e3, -1e3])
