@@ -25,12 +25,15 @@ sys.path[:0] = [str(ROOT), str(ROOT / "ops" / "src")]
 import paddle  # noqa: E402
 import triton  # noqa: E402
 from paddle_infcl_ops import contrastive, gradients, launch, one_pass, tuning, two_pass  # noqa: E402
+from paddle_infcl_ops import hopper as hopper_module  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int64": "i64", "int32": "i32"}
 # Shared memory that one program may have, bytes.
 SHARED = {80: 163 * 1024, 90: 227 * 1024}
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
+MODULES = (contrastive, gradients, launch, one_pass, two_pass)
 compiled: dict = {}
 
 
@@ -41,19 +44,20 @@ def type_of(x) -> str:
 def signature_of(kernel, args, meta):
     """(signature, constants, attributes) as Triton's own specialization would find them."""
     signature, constants, attributes = {}, {}, {}
-    options = {"num_warps", "num_stages"}
-    given = dict(zip(kernel.arg_names, args, strict=False)) | {k: v for k, v in meta.items() if k not in options}
+    given = dict(zip(kernel.arg_names, args, strict=False)) | {k: v for k, v in meta.items() if k not in OPTIONS}
     assert set(given) == set(kernel.arg_names), set(given) ^ set(kernel.arg_names)
     for position, name in enumerate(kernel.arg_names):
         value, parameter = given[name], kernel.params[position]
-        if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
+        one = type(value) is int and value == 1 and not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or one:
             signature[name], constants[(position,)] = "constexpr", value
         elif hasattr(value, "block_shape"):
             block = ",".join(map(str, value.block_shape))
-            signature[name] = f"tensordesc<{type_of(value.base)}[{block}]>"
+            layout = f",{value.layout!r}" if hasattr(value, "layout") else ""
+            signature[name] = f"tensordesc<{type_of(value.base)}[{block}]{layout}>"
         elif hasattr(value, "data_ptr"):
             signature[name] = "*" + type_of(value)
-            if value.data_ptr() % 16 == 0:
+            if value.data_ptr() % 16 == 0 and not parameter.do_not_specialize_on_alignment:
                 attributes[(position,)] = [["tt.divisibility", 16]]
         elif isinstance(value, int):
             signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
@@ -67,19 +71,28 @@ def signature_of(kernel, args, meta):
 def compile_launch(kernel, grid, *args, **meta):
     """Stands for `driver.launch`."""
     signature, constants, attributes = signature_of(kernel, args, meta)
-    options = {k: meta[k] for k in ("num_warps", "num_stages") if k in meta}
+    options = {k: meta[k] for k in OPTIONS if k in meta}
     key = str((kernel.__name__, signature, constants, attributes, options))
     if key in compiled:
         return
-    source = ASTSource(kernel, signature, constants, attributes)
+    source = source_class(kernel)(kernel, signature, constants, attributes)
     result = triton.compile(source, target=GPUTarget("cuda", ARCH, 32), options=options)
     compiled[key] = result
     shared = result.metadata.shared
     registers, stack = resources(result.asm["cubin"])
-    mode = {k: v for k, v in meta.items() if k in ("MODE", "TRANS_A", "TMA", "ACCUMULATE", "BM", "BN", "IDS")}
+    shown = ("MODE", "TRANS_A", "TMA", "ACCUMULATE", "SCALED", "PINGPONG", "BM", "BN", "IDS")
+    mode = {k: v for k, v in meta.items() if k in shown}
     used = f"registers {registers:3d} stack {stack:5d} shared {shared:6d}"
     print(f"{kernel.__name__:18s} {used} {options} {mode}", flush=True)
     assert shared <= SHARED[ARCH], f"{kernel.__name__} needs {shared} bytes of shared memory"
+
+
+def source_class(kernel):
+    if not getattr(kernel, "is_gluon", lambda: False)():
+        return ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    return GluonASTSource
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
@@ -115,13 +128,38 @@ def losses(dtype: str, width: int, rows: int):
     yield [[block(q, p, index, owner=index, owner_rule="only", limit=limit, guide=guide, hardness=hard)]]
 
 
+def hopper(rows: int) -> None:
+    """The hand-scheduled kernels, and the repair beside them: any width takes the same ones."""
+    if ARCH != 90 or not hopper_module.available():
+        return
+
+    def wanted_only(kernel, grid, *args, **meta):
+        if "maxnreg" in meta or meta.get("MODE") == launch.EXP:
+            compile_launch(kernel, grid, *args, **meta)
+
+    for module in MODULES:
+        module.launch = wanted_only
+    tuning.HOPPER, before = True, len(compiled)
+    for width in (104, 384, 1024, 1536):
+        groups = next(losses("bfloat16", width, rows))
+        for tuning.HOPPER_EXP in ("coop", "pingpong"):
+            for scale in (50.0, paddle.to_tensor([50.0])):
+                # One chunk, several, and two passes, whose products are scaled.
+                for budget in (None, 128 * 3 * (rows * 2 + 4 * width), 1):
+                    contrastive.info_nce(groups, scale=scale, row_weights=1.0, memory_budget=budget).backward()
+    taken = [key for key in list(compiled)[before:] if key.startswith(("('exp_kernel'", "('right_kernel'"))]
+    # exp: two forms and kinds of scale; right: alpha 1, a number and a pointer, stored and added.
+    assert len(taken) == 4 + 6, taken
+
+
 def main() -> None:
     tuning.device = lambda tensor: (ARCH, 132)
-    for module in (contrastive, gradients, launch, one_pass, two_pass):
+    for module in MODULES:
         module.launch = compile_launch
     one_pass.FEWEST_ROWS = 1
     two_pass._ROWS = 128
     rows = 384
+    tuning.HOPPER = False
     for dtype, width in (("bfloat16", 33), ("bfloat16", 384), ("bfloat16", 1024), ("float16", 1024), ("float32", 512)):
         for groups in losses(dtype, width, rows):
             # Without a budget one chunk, with a small one several: dright is stored once or added up.
@@ -133,6 +171,7 @@ def main() -> None:
         q = paddle.zeros([rows, 768]).astype("bfloat16")
         plain = block(q, q, paddle.zeros([rows], dtype="int64"))
         contrastive.info_nce([[plain]], scale=50.0, row_weights=paddle.ones([rows]))
+    hopper(rows)
     print(f"{len(compiled)} launches compile for sm_{ARCH}")
 
 

@@ -14,8 +14,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "ops" / "src")]
 
 import paddle  # noqa: E402
-from paddle_infcl_ops import dispatch  # noqa: E402
-from paddle_infcl_ops.launch import Similarity  # noqa: E402
+from paddle_infcl_ops import dispatch, tuning  # noqa: E402
+from paddle_infcl_ops.launch import Similarity, product  # noqa: E402
 from paddle_infcl_ops.rows import scale_kernel, sum_kernel  # noqa: E402
 from paddle_infcl_ops.tiles import EXP  # noqa: E402
 from paddle_infcl_ops.views import Rows, vectors  # noqa: E402
@@ -34,6 +34,62 @@ def check(launch_once) -> None:
     assert len(started) == 2 and started[0] == started[1], started
 
 
+def kernels() -> set[str]:
+    return {note[4] for note in started}
+
+
+def hopper(block, E, ends, number) -> None:
+    """The hand-scheduled kernels, each form of which is a signature of its own; and where they are not taken."""
+    s = Similarity(block)
+    forms = []
+    for tuning.HOPPER_EXP in ("coop", "pingpong"):
+        for scale in (50.0, number):
+            check(lambda scale=scale: s.launch(EXP, scale, (0, 256), (0, 256), kind="exp", out=E, **ends))
+            assert kernels() == {"exp_kernel"}
+            forms.append([x[3:] for x in started[0][5:8]])
+    assert forms[0] == forms[1] != forms[2] == forms[3], "the forms differ in their blocks"
+    assert s.tile("exp").BN == 128
+    # Other rows: the same kernel, whatever their number and alignment.
+    started.clear()
+    known = len(dispatch._compiled)
+    for _ in range(2):
+        s.launch(EXP, 50.0, (128, 255), (0, 256), kind="exp", out=E, **ends | {"part_stride": 128})
+    assert len(dispatch._compiled) == known + 1 and len(started) == 2 and started[0] == started[1]
+    assert started[0][5][:2] == (block.left.data_ptr() + 128 * 256, (127, 128))
+
+    sums = paddle.zeros([256, 128])
+    like = {"M": 256, "N": 128, "K": 256, "transposed": True}
+    for alpha in (1.0, 2.0, number):
+        for accumulate in (False, True):
+            one = {"accumulate": accumulate, **like}
+            check(lambda alpha=alpha, one=one: product("right", s, E, s.left, sums, alpha, **one))
+            assert kernels() == {"right_kernel"}
+
+    # The repair, pieces of the columns, rules, and other dtypes: the general kernels.
+    flags = paddle.zeros([16], dtype="int32")
+    check(lambda: s.launch(EXP, 50.0, (0, 256), (0, 256), kind="exp", out=E, flags=flags, **ends))
+    assert kernels() == {"similarity_kernel"}
+    started.clear()
+    s.launch(EXP, 50.0, (0, 256), (0, 128), kind="exp", out=E, **ends)
+    assert kernels() == {"similarity_kernel"}
+    row = paddle.zeros([256])
+    for rule in (
+        {"limit": row},
+        {"self_column": block.own},
+        {"owner_rule": "only", "owner": block.own},
+        {"own": None},
+    ):
+        assert not Similarity(SimpleNamespace(**vars(block) | rule)).hopper, rule
+    for dtype in ("float16", "float32"):
+        x = block.left.astype(dtype)
+        assert not Similarity(SimpleNamespace(**vars(block) | {"left": x, "right": x})).hopper
+    check(lambda: product("right", s, E, s.left, block.left, 1.0, accumulate=True, **like))
+    assert kernels() == {"product_kernel"}
+    for arch in (80, 100):
+        tuning.device = lambda tensor, arch=arch: (arch, 132)
+        assert not Similarity(block).hopper
+
+
 def main() -> None:
     install()
     x, out = paddle.ones([1000]), paddle.empty([1000])
@@ -44,11 +100,13 @@ def main() -> None:
     names = ("self_column", "row_ids", "column_ids", "owner", "owner_rule", "limit", "guide", "hardness")
     q = paddle.zeros([256, 128]).astype("bfloat16")
     block = SimpleNamespace(left=q, right=q, own=paddle.arange(256), row_offset=0, **dict.fromkeys(names))
-    s = Similarity(block)
     reference, part_sum, part_max = vectors([256, 2560, 2560], q)
     E = paddle.zeros([256, 256]).astype("bfloat16")
     ends = {"reference": reference, "part_sum": part_sum, "part_max": part_max, "part_stride": 256}
-    check(lambda: s.launch(EXP, 50.0, (0, 256), (0, 256), kind="exp", out=E, **ends))
+    tuning.HOPPER = False
+    check(lambda: Similarity(block).launch(EXP, 50.0, (0, 256), (0, 256), kind="exp", out=E, **ends))
+    tuning.HOPPER = True
+    hopper(block, E, ends, out)
     print("the same")
 
 

@@ -48,7 +48,8 @@ class Driver:
 def plain(x):
     """An argument as its address and layout."""
     if hasattr(x, "block_shape"):
-        return (x.base.data_ptr(), tuple(x.shape), tuple(x.strides), tuple(x.block_shape))
+        layout = getattr(x, "layout", None)
+        return (x.base.data_ptr(), tuple(x.shape), tuple(x.strides), tuple(x.block_shape), type(x).__module__, layout)
     return x.data_ptr() if hasattr(x, "data_ptr") else x
 
 

@@ -16,7 +16,7 @@ import paddle
 import triton
 from paddle.autograd import PyLayer
 
-from . import one_pass, replay, static, two_pass
+from . import one_pass, replay, static, tuning, two_pass
 from .dispatch import launch
 from .driver import empty, is_interpreting
 from .gradients import Gradient, scaled, scaled_pair
@@ -136,6 +136,7 @@ class _Job:
     def _signature(self, blocks):
         """(what the launches follow from besides addresses, the tensors that they may read)."""
         inputs, shape = list(self.tensors), [self.share, self.budget, *self.wanted, self.wanted_scale]
+        shape += [tuning.HOPPER, tuning.HOPPER_EXP]
         for group in blocks:
             shape.append(len(group))
             for b in group:

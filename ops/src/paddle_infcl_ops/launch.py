@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import paddle
 
-from . import tuning
+from . import hopper, tuning
 from .dispatch import launch
 from .driver import empty, is_interpreting
 from .products import product_kernel
@@ -92,9 +92,12 @@ class Similarity:
         self.strength = 0.0 if hardness is None else float(hardness.strength)
         self.described = can_describe(self.arch, left, right, self.guide_left, self.guide_right)
         self.fp32 = self.dtype == paddle.float32
+        self.hopper = hopper.takes_block(self)
 
     def tile(self, kind: str) -> tuning.Tile:
         """The tile of "lse", "exp" or "prob" over this block."""
+        if kind == "exp" and self.hopper:
+            return tuning.beside_hopper()
         kind = "guide" if self.guide_left is not None else kind
         return tuning.choose(kind, self.arch, self.D, self.fp32, self.described)
 
@@ -107,6 +110,10 @@ class Similarity:
         `out`, `flags` and the parts are the chunk's own; everything else is the block's, addressed from r0 or c0 on.
         """
         (r0, r1), (c0, c1) = rows, columns
+        if self.hopper and mode == EXP and flags is None and (c0, c1) == (0, self.N):
+            args, meta = hopper.exp_launch(self, scale, rows, out, reference, part_sum, part_max, part_stride)
+            launch(*args, **meta)
+            return
         block, tile, D = self.block, self.tile(kind), self.D
         count, N = r1 - r0, c1 - c0
         left, right = rows_from(self.left, r0), rows_from(self.right, c0)
@@ -172,6 +179,11 @@ def product(kind: str, like: Similarity, a, b, out, alpha, *, M, N, K, transpose
     Returns:
         (splits that were used, rows from one split to the next).
     """
+    if hopper.takes_product(like.arch, like.dtype, kind, a, b, out, gain=gain, transposed=transposed,
+                            b_transposed=b_transposed, splits=splits):  # fmt: skip
+        args, meta = hopper.right_launch(like.sms, a, rows_from(b, b_start), out, alpha, M, N, K, accumulate)
+        launch(*args, **meta)
+        return 1, M
     described = can_describe(like.arch, a, b)
     tile = tuning.choose(kind, like.arch, like.D, like.fp32, described)
     per_split = cdiv(cdiv(K, splits), tile.BK) * tile.BK

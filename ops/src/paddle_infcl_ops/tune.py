@@ -112,6 +112,7 @@ def main() -> None:
     arguments = parser.parse_args()
     driver.device_types.add(arguments.device.partition(":")[0])
     paddle.set_device(arguments.device)
+    tuning.HOPPER = False  # whose tiles are not of these tables
     for kind in arguments.kinds.split(","):
         found = measure(kind)
         for ms, tile in found[:3]:

@@ -39,6 +39,34 @@ class Tile:
     group: int = 16
 
 
+@dataclass(frozen=True)
+class HopperTile:
+    """One launch configuration of the kernels in hopper_kernels.py: one program per multiprocessor, two warpgroups.
+
+    Attributes:
+        pingpong: each warpgroup owns a tile of its own; else half the rows of one.
+        BM, BN, BK, group: as for `Tile`.
+        stages: of the ring of operands.
+    """
+
+    pingpong: bool
+    BM: int
+    BN: int
+    BK: int
+    stages: int
+    group: int
+
+
+#: Whether plain bf16 losses on sm_90 take the hand-scheduled kernels of hopper.py.
+HOPPER = True
+#: Which of HOPPER_TILES writes E.
+HOPPER_EXP = "pingpong"
+HOPPER_TILES = {
+    "pingpong": HopperTile(True, 128, 128, 64, 6, 16),
+    "coop": HopperTile(False, 128, 256, 64, 4, 16),
+    "right": HopperTile(True, 128, 128, 64, 6, 8),
+}
+
 # Kinds of work: "exp" and "prob" write a matrix, "lse" does not; "guide" is any of them with a second similarity;
 # "left" is E @ right, "right" is E^T @ left added up in fp32, "right_once" the same stored in the inputs' dtype.
 _SM90 = {
@@ -101,6 +129,11 @@ def choose(kind: str, arch: int, width: int, fp32: bool, descriptors: bool) -> T
         padded = -(-width // 256) * 256
         return _SM90[f"{kind}_narrow" if padded * 8 > width * 9 else kind]
     return _SM90[f"{kind}_short" if width <= SHORT and kind != "guide" else kind]
+
+
+def beside_hopper() -> Tile:
+    """The general kernel's tile where the hand-scheduled one writes E: the repair puts its sums in the same places."""
+    return next(t for t in (_SM90["exp"], _SM90["exp_short"]) if t.BN == HOPPER_TILES[HOPPER_EXP].BN)
 
 
 @functools.cache

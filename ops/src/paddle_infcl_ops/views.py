@@ -86,9 +86,9 @@ def _descriptor_class():
     return TensorDescriptor
 
 
-def describe(source, rows: int, cols: int, stride: int, block: list[int]):
-    """A tensor descriptor of [rows, cols]; entries outside read as zeros and are not written."""
-    kind = _descriptor_class()
+def describe(source, rows: int, cols: int, stride: int, block: list[int], kind=None):
+    """A tensor descriptor of [rows, cols]; entries outside read as zeros and are not written. kind: its class."""
+    kind = kind or _descriptor_class()
     # Its constructor asks the dtype for torch's attributes, which Paddle's lacks; what it checks `can_describe` has.
     descriptor = kind.__new__(kind)
     descriptor.base = source

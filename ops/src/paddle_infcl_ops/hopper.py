@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When the hand-scheduled kernels for sm_90 are taken, and their launches. See hopper_kernels.py.
+
+They do the plain case only; everything else, and every other GPU, takes the general kernels, which mean the same by
+every number. `tuning.HOPPER = False` switches them off.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import paddle
+
+from . import tuning
+from .views import can_describe, describe, row_stride, rows_from
+
+#: In how many parts a tile of fp32 sums leaves: 32 columns are 128 bytes, the widest that the copy engine swizzles.
+_PIECES = 4
+_OPTIONS = {"num_warps": 4, "maxnreg": 168}
+
+
+@functools.cache
+def available() -> bool:
+    """Whether this Triton has what the kernels are made of: Gluon is experimental and differs between versions."""
+    try:
+        import triton
+
+        if not triton.__version__.startswith("3.6."):
+            return False
+        from . import hopper_kernels  # noqa: F401
+    except Exception:  # whatever a Triton that is built otherwise raises: the general kernels run there
+        return False
+    return True
+
+
+def takes(arch: int, dtype) -> bool:
+    """Whether the kernels run on a device of this architecture (exactly 9.0; 0 is the interpreter) and dtype."""
+    return tuning.HOPPER and arch == 90 and dtype == paddle.bfloat16 and available()
+
+
+def takes_block(s) -> bool:
+    """Whether a block (a `Similarity`) takes `exp_kernel` for its E: through descriptors, no rule but own columns."""
+    others = (s.self_column, s.limit, s.row_ids, s.guide_left, s.block.owner_rule, s.block.hardness)
+    return s.described and s.own is not None and all(x is None for x in others) and takes(s.arch, s.dtype)
+
+
+def takes_product(arch: int, dtype, kind: str, a, b, out, *, gain, transposed, b_transposed, splits) -> bool:
+    """Whether a product (see `launch.product`) takes `right_kernel`: A^T @ B into fp32 sums, through descriptors."""
+    return (
+        kind == "right" and transposed and not b_transposed and splits == 1 and gain is None
+        and out.dtype == paddle.float32 and takes(arch, dtype) and can_describe(arch, a, b, out)
+    )  # fmt: skip
+
+
+def exp_launch(s, scale, rows: tuple[int, int], out, reference, part_sum, part_max, part_stride: int):
+    """The launch of E over rows [r0, r1) and all columns of a block that `takes_block`; see `Similarity.launch`.
+
+    Returns:
+        (positional arguments of `dispatch.launch`, constants and options).
+    """
+    from .hopper_kernels import exp_kernel
+
+    r0, r1 = rows
+    tile, count = tuning.HOPPER_TILES[tuning.HOPPER_EXP], r1 - r0
+    part = tile.BM if tile.pingpong else tile.BM // 2
+    tiles = -(-count // tile.BM) * -(-s.N // tile.BN)
+    left = _described(rows_from(s.left, r0), count, s.D, row_stride(s.left), (part, tile.BK))
+    right = _described(s.right, s.N, s.D, row_stride(s.right), (tile.BN, tile.BK))
+    e = _described(out, count, s.N, row_stride(out), (part, tile.BN // 2))
+    args = (exp_kernel, (min(s.sms, tiles),), left, right, e, scale, rows_from(reference, r0), rows_from(s.own, r0),
+            part_sum, part_max, count, s.N, s.D, part_stride)  # fmt: skip
+    return args, {"PINGPONG": tile.pingpong, **_constants(tile)}
+
+
+def right_launch(sms: int, a, b, out, alpha, M: int, N: int, K: int, accumulate: bool):
+    """The launch of a product that `takes_product`; see `launch.product`.
+
+    Returns:
+        As `exp_launch`.
+    """
+    from .hopper_kernels import right_kernel
+
+    tile = tuning.HOPPER_TILES["right"]
+    tiles = -(-M // tile.BM) * -(-N // tile.BN)
+    a = _described(a, K, M, row_stride(a), (tile.BK, tile.BM))
+    b = _described(b, K, N, row_stride(b), (tile.BK, tile.BN))
+    out = _described(out, M, N, row_stride(out), (tile.BM, tile.BN // _PIECES), bits=32)
+    scaled = not (isinstance(alpha, float) and alpha == 1.0)
+    args = right_kernel, (min(sms, tiles),), a, b, out, alpha, M, N, K
+    return args, {"SCALED": scaled, "ACCUMULATE": accumulate, "PIECES": _PIECES, **_constants(tile)}
+
+
+def _constants(tile: tuning.HopperTile) -> dict:
+    return {"BM": tile.BM, "BN": tile.BN, "BK": tile.BK, "S": tile.stages, "GROUP": tile.group, **_OPTIONS}
+
+
+def _described(source, rows: int, cols: int, stride: int, block: tuple[int, int], bits: int = 16):
+    """A descriptor as Gluon takes it: with the layout that the block has in shared memory."""
+    kind, layout = _kind_and_layout(min(128, block[1] * bits // 8), bits)
+    descriptor = describe(source, rows, cols, stride, list(block), kind)
+    descriptor.layout = layout
+    return descriptor
+
+
+@functools.cache
+def _kind_and_layout(swizzle: int, bits: int):
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    return TensorDescriptor, gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=2)
