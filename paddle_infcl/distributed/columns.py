@@ -94,7 +94,7 @@ def header_of(groups: Sequence[Sequence[Block]], scale: Tensor) -> list[int]:
     return [
         blocks[0].left.shape[0],
         int(wants),
-        len(blocks),
+        sum(not block.local for block in blocks),
         len(slots),
         widths,
         kinds,

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import paddle
 from paddle import Tensor
 
@@ -112,6 +113,15 @@ class Candidates:
         # Without hard negatives the passages are the positives, and one tensor on both sides costs no copy.
         positives = p if B == N else p.index_select(own)
         return cls(q, positives, [p], own, [owners], q_ids, [p_ids])
+
+    def hard_negatives(self) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+        """The documents that are nobody's positive: tensors [n, D], each with the rows it belongs to, and its ids."""
+        found = list(zip(self.documents, self.owners, self.document_ids, strict=True))
+        columns = found[0][0].shape[0]
+        if columns == self.rows:  # positives only
+            return found[1:]
+        others = paddle.to_tensor(np.setdiff1d(np.arange(columns), self.own.numpy()))
+        return [tuple(None if t is None else t.index_select(others) for t in found[0]), *found[1:]]
 
     def ids(self, left: Tensor | None, right: Tensor | None) -> dict:
         """Fields of a block that drop entries with equal ids; none where one side has no ids."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import paddle
 from paddle import Tensor
 
 from paddle_infcl.functional.blocks import Block
@@ -17,31 +16,20 @@ def qwen3_groups(
     batch: Candidates, *, margin: float | None = 0.1, query_to_query: bool = True, doc_to_doc: bool = True
 ) -> list[list[Block]]:
     """Qwen3-Embedding's loss as a list of blocks, one softmax over all. Arguments as in `qwen3_loss`."""
-    limit = None
+    limit, rows, ids = None, batch.row_numbers, batch.document_ids[0]
     if margin is not None:
-        limit = own_similarity(batch.queries, batch.documents[0], batch.own) + margin
-    group = []
-    for k, documents in enumerate(batch.documents):
-        owner = batch.owners[k]
-        if k == 0:
-            # Positives are everybody's negatives: they belong to no row here. The rule stays even if there are no
-            # others: a process without hard negatives lists the same blocks as one with them.
-            owner = paddle.scatter(owner, batch.own, paddle.full_like(batch.own, -1))
-        group.append(
-            Block(
-                batch.queries,
-                documents,
-                own=batch.own if k == 0 else None,
-                owner=owner,
-                owner_rule="only",
-                limit=limit,
-                **batch.ids(batch.query_ids, batch.document_ids[k]),
-            )
-        )
+        limit = own_similarity(batch.queries, batch.positives, rows) + margin
+    ids = batch.ids(batch.query_ids, None if ids is None else ids.index_select(batch.own))
+    group = [Block(batch.queries, batch.positives, own=rows, limit=limit, **ids)]
     for wanted, vectors in ((query_to_query, batch.queries), (doc_to_doc, batch.positives)):
         if wanted:
             ids = batch.ids(batch.query_ids, batch.query_ids)
-            group.append(Block(vectors, vectors, self_column=batch.row_numbers, limit=limit, **ids))
+            group.append(Block(vectors, vectors, self_column=rows, limit=limit, **ids))
+    # A row's own negatives are where the row is. Last: processes without any list the blocks before alike.
+    for documents, owner, ids in batch.hard_negatives():
+        ids = batch.ids(batch.query_ids, ids)
+        own_only = {"owner": owner, "owner_rule": "only", "local": True}
+        group.append(Block(batch.queries, documents, limit=limit, **own_only, **ids))
     return [group]
 
 

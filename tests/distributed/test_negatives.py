@@ -13,6 +13,8 @@ from paddle_infcl.distributed.columns import header_of, layout_from, numbered_ow
 from paddle_infcl.distributed.negatives import check_strategy, choose_strategy, gathered_bytes, global_info_nce
 from paddle_infcl.distributed.ranks import Ranks
 from paddle_infcl.functional.blocks import Block, Guide
+from paddle_infcl.functional.candidates import Candidates
+from paddle_infcl.functional.qwen3 import qwen3_groups
 
 
 def block(B=2, N=3, D=4, dtype="float32", **fields):
@@ -50,6 +52,20 @@ def test_a_tensor_in_two_fields_is_shared_once_if_so_everywhere():
 def test_local_blocks_are_not_shared():
     found = layout([[block(), block(local=True)]], [[block(), block(local=True)]])
     assert list(found.places) == [(0, 0, "right")]
+
+
+def test_a_rows_own_negatives_stay_where_the_row_is():
+    """Of Qwen3-Embedding's passages the positives alone are shared; who has no hard negatives has a block less."""
+
+    def blocks(rows, negatives):
+        q, p = paddle.ones([rows, 4]), paddle.ones([rows * (1 + negatives), 4])
+        return qwen3_groups(Candidates.from_passages(q, p, paddle.arange(rows) * (1 + negatives)))
+
+    mine, others = blocks(3, 2), blocks(2, 0)
+    assert [block.local for block in mine[0]] == [False, False, False, True] and len(others[0]) == 3
+    found = layout(mine, others)
+    assert found.counts == [[3, 3], [2, 2]] and found.rights == 2
+    assert mine[0][-1].right.shape == [6, 4] and mine[0][-1].owner.tolist() == [0, 0, 1, 1, 2, 2]
 
 
 def test_owners_are_numbered_over_all_processes():
