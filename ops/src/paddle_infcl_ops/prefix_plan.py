@@ -38,12 +38,33 @@ def sweep_tile(arch: int, dims: Sequence[int], fp32: bool, described: bool) -> t
     return tile, described
 
 
-def product_tile(kind: str, arch: int, dims: Sequence[int], fp32: bool, described: bool) -> Tile:
-    """The tile of "left" (dleft) or "right" (dright): 256 columns where that pads by no more than an eighth."""
-    if not described or fp32:
-        return tuning.choose(kind, arch, 4096, fp32, described)
-    padded = firsts((0, *dims[:-1]), dims, 256)[1] * 256
-    return _SM90[kind if padded * 8 > dims[-1] * 9 else f"{kind}_wide"]
+@dataclass(frozen=True)
+class Group:
+    """Segments first ... last - 1, whose products are one launch."""
+
+    first: int
+    last: int
+    tile: Tile
+
+
+def groups(kind: str, arch: int, dims: Sequence[int], fp32: bool, described: bool) -> tuple[Group, ...]:
+    """The launches of "left" (dleft) or "right" (dright, whose last segment has an operand of its own).
+
+    Tiles have 256 columns where that pads a segment by no more than an eighth: the loop over them is faster.
+    """
+    found: list[Group] = []
+    for s, (start, end) in enumerate(zip((0, *dims[:-1]), dims, strict=True)):
+        if not described or fp32:
+            tile = tuning.choose(kind, arch, 4096, fp32, described)
+        else:
+            padded = cdiv(end - start, 256) * 256
+            tile = _SM90[kind if padded * 8 > (end - start) * 9 else f"{kind}_wide"]
+        alone = kind == "right" and s == len(dims) - 1
+        if found and found[-1].tile == tile and not alone:
+            found[-1] = replace(found[-1], last=s + 1)
+        else:
+            found.append(Group(s, s + 1, tile))
+    return tuple(found)
 
 
 def step_between(dims: Sequence[int], largest: int) -> int | None:
@@ -73,12 +94,11 @@ class Cut:
 
 @functools.lru_cache(maxsize=256)
 def cut(
-    B: int, N: int, dims: tuple[int, ...], itemsize: int, sms: int, sweep: Tile, left: Tile, budget: int, fewest: int,
-    differentiates: bool,
+    B: int, N: int, dims: tuple[int, ...], itemsize: int, sms: int, sweep: Tile, lefts: tuple[Group, ...], budget: int,
+    fewest: int, differentiates: bool,
 ) -> Cut | None:  # fmt: skip
     """The fastest cut whose scratch stays within `budget` bytes; None when chunks would be too short."""
     M, width = len(dims), dims[-1]
-    columns, slots = firsts((0, *dims[:-1]), dims, left.BN)[1], max(1, left.per_sm) * sms
     per_row = M * cdiv(N, sweep.BN) * 8
     if differentiates:
         per_row += M * (N * itemsize + cdiv(N, BLEND[1]) * 4 + N * 4 // BLEND[0]) + width * itemsize
@@ -86,19 +106,30 @@ def cut(
     def scratch(splits):
         return per_row + (splits * width * 4 if differentiates else 0)
 
-    largest = budget // scratch(1)
-    if largest < min(B, fewest):
+    if budget // scratch(1) < min(B, fewest):
         return None
+    # Room for splits makes chunks a little shorter; without them dleft may leave half of the multiprocessors idle.
+    largest = max(budget // scratch(4), min(B, fewest))
     rows = B
     if largest < B:
         largest = max(largest // sweep.BM, 1) * sweep.BM
         rows = min(largest, cdiv(cdiv(B, cdiv(B, largest)), sweep.BM) * sweep.BM)
     best = None
     for splits in (1, 2, 3, 4, 6, 8):
-        if splits > 1 and (rows * scratch(splits) > budget or N // splits < 8 * left.BK):
+        if splits > 1 and (rows * scratch(splits) > budget or N // splits < 512):
             continue
-        tiles = cdiv(rows, left.BM) * columns * splits
-        cost = cdiv(tiles, slots) * slots / splits + columns * splits * rows / 4096
+        cost = _cost(dims, sms, lefts, rows, splits)
         if best is None or cost < best[0]:
             best = (cost, splits)
     return Cut(rows, best[1])
+
+
+def _cost(dims: tuple[int, ...], sms: int, lefts: tuple[Group, ...], rows: int, splits: int) -> float:
+    """Time of dleft in units of one column of one row: launches run in waves of tiles, and splits cost their sums."""
+    total = splits * rows * dims[-1] / 32
+    for group in lefts:
+        tile, slots = group.tile, max(1, group.tile.per_sm) * sms
+        columns = firsts((0, *dims)[group.first : group.last], dims[group.first : group.last], tile.BN)[1]
+        tiles = cdiv(rows, tile.BM) * columns * splits
+        total += cdiv(tiles, slots) * slots / splits * tile.BM * tile.BN
+    return total

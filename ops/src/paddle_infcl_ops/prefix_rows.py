@@ -125,15 +125,15 @@ def check_prefix_kernel(
 
 @changing
 def state_prefix_kernel(
-    part_sum, total, reference, flags, cosine, scale, weight, prefix_weight, loss, coefficient, own_coefficient,
+    part_sum, total, reference, flags, cosine, scale, weight, loss, coefficient, own_coefficient,
     inverse_left, left, scaled, rows, tiles, part_stride, vector_stride, left_stride, scaled_stride,
-    START: tl.constexpr, END: tl.constexpr, M: tl.constexpr, FLAG_ROWS: tl.constexpr, ROWS: tl.constexpr,
-    BT: tl.constexpr, BD: tl.constexpr,
+    WEIGHTS: tl.constexpr, START: tl.constexpr, END: tl.constexpr, M: tl.constexpr, FLAG_ROWS: tl.constexpr,
+    ROWS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """From sums to losses and coefficients.
 
     Args:
-        weight: [rows] fp32 pointer, or a number; times prefix_weight [M] fp32.
+        weight: [rows] fp32 pointer, or a number; times WEIGHTS, one per prefix.
         loss: [rows] fp32, weighted, summed over the prefixes.
         coefficient: [M, part_stride] fp32: w_s,i sigma_s,i / l_s,i, so that G = coefficient * E.
         own_coefficient: [M, part_stride] fp32: -w_s,i sigma_s,i, G of the own entry.
@@ -161,7 +161,7 @@ def state_prefix_kernel(
             row_sum = tl.sum(acc, axis=0)
         lse = tl.load(reference + s * vector_stride + i, mask=inside, other=0.0) * LN2 + tl.log(row_sum)
         lead = lse - tl.load(cosine + s * vector_stride + i, mask=inside, other=0.0) * scalar(scale)
-        of_prefix = w * tl.load(prefix_weight + s)
+        of_prefix = w * WEIGHTS[s]
         value += of_prefix * softplus_(lead)
         own_part = of_prefix * sigmoid_(lead)
         part = tl.where(row_sum == 0, 0.0, own_part / tl.where(row_sum == 0, 1.0, row_sum))

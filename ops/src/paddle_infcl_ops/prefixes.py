@@ -47,7 +47,6 @@ from .prefix_rows import (
 )
 from .rows import sum_kernel
 from .tiles import match_kernel
-from .tuning import Tile
 from .views import can_describe, dense, describe, empty_rows, number, row_stride, rows_from, vectors
 
 _LEAST_BUDGET = 256 << 20
@@ -132,11 +131,11 @@ class _Job:
         self.limited = block.limit is not None
         self.learnable = isinstance(scale, paddle.Tensor)
         self.scale = scale.detach() if self.learnable else number(float(scale))
-        self.prefix_weights = paddle.to_tensor(list(weights), dtype="float32", place=s.left.place)
+        self.weights = tuple(float(weight) for weight in weights)
         self.wanted, self.wanted_scale = wanted, learns_scale
         self.sweep, self.described = prefix_plan.sweep_tile(s.arch, self.dims, s.fp32, s.described)
-        self.left_tile, self.right_tile = (
-            prefix_plan.product_tile(kind, s.arch, self.dims, s.fp32, s.described) for kind in ("left", "right")
+        self.lefts, self.rights = (
+            prefix_plan.groups(kind, s.arch, self.dims, s.fp32, s.described) for kind in ("left", "right")
         )
         self.dleft = self.dright = self.terms = self.scaled = None
 
@@ -149,8 +148,7 @@ class _Job:
         if budget is None:
             budget = min(self.M, 4) * max(_LEAST_BUDGET, (s.B + s.N) * s.D * s.itemsize)
         self.plan = prefix_plan.cut(
-            s.B, s.N, self.dims, s.itemsize, s.sms, self.sweep, self.left_tile, budget, FEWEST_ROWS,
-            self.differentiates,
+            s.B, s.N, self.dims, s.itemsize, s.sms, self.sweep, self.lefts, budget, FEWEST_ROWS, self.differentiates,
         )  # fmt: skip
         return self.plan is not None
 
@@ -176,7 +174,7 @@ class _Job:
             self.padded = cdiv(rows, self.sweep.BM) * self.sweep.BM
             E = empty_rows(M * self.padded, N, s.dtype, s.left)
             if self.wanted[0]:
-                split_rows = cdiv(rows, self.left_tile.BM) * self.left_tile.BM
+                split_rows = cdiv(rows, 128) * 128
                 sums = empty_rows(self.plan.splits * split_rows, self.dims[-1], paddle.float32, s.left)
                 self.dleft = empty([B, s.D], s.dtype, s.left)
             if right_wanted:
@@ -196,12 +194,12 @@ class _Job:
             weight = self.row_weights if isinstance(self.row_weights, float) else rows_from(self.row_weights, r0)
             launch(
                 state_prefix_kernel, (cdiv(count, 8),), self.part_sum, self.total, rows_from(self.reference, r0),
-                flags, rows_from(self.cosine, r0), self.scale, weight, self.prefix_weights, rows_from(losses, r0),
+                flags, rows_from(self.cosine, r0), self.scale, weight, rows_from(losses, r0),
                 self.coefficient, self.own_coefficient, rows_from(self.inverse_left, r0), rows_from(s.left, r0),
                 self.scaled, count, tiles, rows, B, row_stride(s.left),
-                0 if self.scaled is None else row_stride(self.scaled), START=self.starts[-1], END=self.dims[-1],
-                M=M, FLAG_ROWS=flags_rows, ROWS=8, BT=64 if s.arch else 8, BD=min(512, row_block(self.dims[-1])),
-                num_warps=4,
+                0 if self.scaled is None else row_stride(self.scaled), WEIGHTS=self.weights, START=self.starts[-1],
+                END=self.dims[-1], M=M, FLAG_ROWS=flags_rows, ROWS=8, BT=64 if s.arch else 8,
+                BD=min(512, row_block(self.dims[-1])), num_warps=4,
             )  # fmt: skip
             if gradients:
                 self._gradients(r0, count, E, sums)
@@ -301,14 +299,14 @@ class _Job:
         )  # fmt: skip
         used = split_rows = 0
         if self.wanted[0]:
-            used, split_rows = self._segments(
-                0, M, self.left_tile, E, s.right, sums, rows=count, K=N, splits=self.plan.splits
-            )
+            for group in self.lefts:
+                used, split_rows = self._segments(group, E, s.right, sums, rows=count, K=N, splits=self.plan.splits)
         if right_wanted:
             shape = {"rows": N, "K": count, "transposed": True, "accumulate": r0 > 0}
-            if M > 1:
-                self._segments(0, M - 1, self.right_tile, E, rows_from(s.left, r0), self.dright, **shape)
-            self._segments(M - 1, M, self.right_tile, E, self.scaled, self.dright, shift=self.starts[-1], **shape)
+            for group in self.rights:
+                last = group.first == M - 1
+                b, shift = (self.scaled, self.starts[-1]) if last else (rows_from(s.left, r0), 0)
+                self._segments(group, E, b, self.dright, shift=shift, **shape)
             launch(
                 column_sum_kernel, (cdiv(M * N, 1024),), self.column_parts, self.radial, cdiv(count, BM), M * N,
                 ACCUMULATE=r0 > 0, BLOCK=1024, num_warps=4,
@@ -322,16 +320,13 @@ class _Job:
             rows, B, DIMS=self.dims, M=M, ROWS=4, BD=row_block(s.D), BT=64 if s.arch else 8, num_warps=4,
         )  # fmt: skip
 
-    def _segments(
-        self, first: int, last: int, tile: Tile, a, b, out, *, rows, K, transposed=False, accumulate=False, splits=1,
-        shift=0,
-    ):  # fmt: skip
-        """out[:, segment] (+)= A @ b[:, segment] for segments first ... last - 1, see `segments_kernel`.
+    def _segments(self, group, a, b, out, *, rows, K, transposed=False, accumulate=False, splits=1, shift=0):
+        """out[:, segment] (+)= A @ b[:, segment] for a group of segments, see `segments_kernel`.
 
         Returns:
-            (splits that were used, rows from one split to the next).
+            (splits that were used, rows from one split to the next): the same for all groups.
         """
-        s = self.s
+        s, first, last, tile = self.s, group.first, group.last, group.tile
         described = can_describe(s.arch, a, b)
         if not described and s.described:
             tile = tuning.choose("left", s.arch, s.D, s.fp32, False)
