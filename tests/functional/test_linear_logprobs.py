@@ -55,6 +55,15 @@ def close(got, want, rounding):
             np.testing.assert_allclose(a, b, rtol=rounding, atol=rounding * np.abs(b).max(initial=1e-30))
 
 
+def fewest_rows(monkeypatch, rows, roundings=4):
+    """The kernels' backend takes pieces of as few rows, and adds up as many in the gradient's own dtype."""
+    from paddle_infcl_ops import linear_plan
+
+    monkeypatch.setattr(linear_plan, "FEWEST_ROWS", rows)
+    monkeypatch.setattr(linear_plan, "ROUNDINGS", roundings)
+    monkeypatch.setattr(linear_plan, "cut", linear_plan.cut.__wrapped__)  # without what it has seen before
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -79,9 +88,7 @@ def test_values_and_gradients(dtype, transposed, with_bias, budget):
 @pytest.mark.parametrize("R, D, V, fewest", [(5, 16, 33, 2048), (70, 24, 130, 2048), (70, 24, 75, 32)])
 def test_the_kernels(dtype, transposed, with_bias, R, D, V, fewest, monkeypatch):
     """Uneven sizes; with a small budget several pieces of the vocabulary, with few rows per piece several of both."""
-    from paddle_infcl_ops import linear_logprobs
-
-    monkeypatch.setattr(linear_logprobs, "_FEWEST_ROWS", fewest)
+    fewest_rows(monkeypatch, fewest)
     hidden, weight, bias, labels, g = make([R], D, V, dtype=dtype, spread=0.5)
     hidden, labels, g = hidden.unsqueeze(0), labels[None], g[None]
     bias = bias if with_bias else None
@@ -98,10 +105,7 @@ def test_the_kernels(dtype, transposed, with_bias, R, D, V, fewest, monkeypatch)
 
 @pytest.mark.parametrize("budget", [1, 40000])
 def test_pieces_of_rows_beyond_a_few_add_up_in_fp32(budget, monkeypatch):
-    from paddle_infcl_ops import linear_logprobs
-
-    monkeypatch.setattr(linear_logprobs, "_FEWEST_ROWS", 32)
-    monkeypatch.setattr(linear_logprobs, "_ROUNDINGS", 2)
+    fewest_rows(monkeypatch, 32, roundings=2)
     hidden, weight, _, labels, g = make([1, 130], 24, 75, dtype="bfloat16", spread=0.5)
     got = run(hidden, weight, labels, g, backend="triton", memory_budget=budget)
     close(got[:3], linear_label_logprobs(exact(hidden), exact(weight), labels, g=g)[:3], 2 * ROUNDING["bfloat16"])

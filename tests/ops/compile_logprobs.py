@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "ops" / "src")]
 
 import paddle  # noqa: E402
-from paddle_infcl_ops import driver, gradients, launch, linear_logprobs, logprobs, tuning  # noqa: E402
+from paddle_infcl_ops import driver, gradients, launch, linear_logprobs, linear_plan, logprobs, tuning  # noqa: E402
 
 from tests.ops import compile_all  # noqa: E402
 
@@ -40,8 +40,14 @@ def main() -> None:
     wide = paddle.zeros([7, 4, 2]).transpose([1, 2, 0])
     logprobs.logprobs_of_labels(wide, paddle.zeros([4, 2], dtype="int64"))
     # An uneven vocabulary has rows that no descriptor takes, and a small budget several pieces of rows and columns.
-    linear_logprobs._FEWEST_ROWS = 128
-    for dtype, V in (("bfloat16", 1024), ("float16", 1024), ("float32", 1024), ("bfloat16", 1003)):
+    linear_plan.FEWEST_ROWS = 128
+    for dtype, V, D in (
+        ("bfloat16", 1024, 512),
+        ("bfloat16", 1024, 1024),
+        ("float16", 1024, 512),
+        ("float32", 1024, 512),
+        ("bfloat16", 1003, 512),
+    ):
         for transposed, with_bias, budget in (
             (False, False, None),
             (False, True, 1),
@@ -50,7 +56,7 @@ def main() -> None:
         ):
             hidden, weight, bias = (
                 paddle.zeros(shape).astype(dtype).detach()
-                for shape in ([300, 512], [512, V] if transposed else [V, 512], [V])
+                for shape in ([300, D], [D, V] if transposed else [V, D], [V])
             )
             hidden.stop_gradient = weight.stop_gradient = bias.stop_gradient = False
             labels = paddle.zeros([300], dtype="int64")

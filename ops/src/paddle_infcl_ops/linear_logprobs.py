@@ -11,8 +11,9 @@ gradients of own_i and others_i: for a piece of the vocabulary
     P_ij = b_i exp(z_ij - others_i), a_i at the label           tiles of z again, stored in the inputs' dtype
     dweight = P^T hidden / T,  dhidden += P weight / T,  dbias = 1^T P / T
 
-All rows at a time when the fp32 sums of dhidden fit the budget: each row of dweight is then written once, in its own
-dtype. fp16 can't hold the range of P: there it is scaled so that the largest of a and b is 2^15.
+Pieces are some rows of some columns (linear_plan.py). Only the sums of dhidden over a piece's rows are kept in fp32;
+dweight is written by the first piece of rows, in its own dtype, and added to by the others. fp16 can't hold the range
+of P: there it is scaled so that the largest of a and b is 2^15.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from types import SimpleNamespace
 import paddle
 from paddle.autograd import PyLayer
 
-from . import tuning
+from . import linear_plan, tuning
 from .dispatch import launch
 from .driver import empty, is_interpreting
 from .gradients import fill_zeros, scaled
@@ -31,13 +32,8 @@ from .linear_kernels import add_up_kernel, label_gradient_kernel, largest_kernel
 from .rows import loss_kernel, merge_kernel
 from .views import Rows, can_describe, contiguous_rows, describe, empty_rows, number, row_stride, rows_from, vectors
 
-_LEAST_BUDGET = 256 << 20
 # Scratch of the forward pass: a sum and a maximum for every row and tile.
 _PARTS = 32 << 20
-# Rows that a piece has at least: with fewer, every product waits for the weight.
-_FEWEST_ROWS = 2048
-# Pieces of rows whose contributions to dweight are added up in its own dtype; beyond, in fp32.
-_ROUNDINGS = 4
 _BLOCK = 4096
 
 
@@ -55,7 +51,8 @@ def linear_logprobs_of_labels(
         temperature: T.
         terms: for a shard of the vocabulary: return the two numbers per row that it adds to a log-probability. Labels
             then count from the shard's first row, and -1 is a label of another shard.
-        memory_budget: bytes of scratch; None: the inputs' size, at least 256 MiB.
+        memory_budget: bytes of scratch; more than the default saves up to a tenth of the backward pass. Pieces have
+            2048 rows at least, whatever the budget. None: see `linear_plan.default_budget`.
 
     Returns:
         [R] fp32, with gradients for hidden, weight and bias; with `terms` a pair of such: the label's logit over T or
@@ -97,10 +94,11 @@ class _Vocabulary:
         self.arch, self.sms = tuning.device(hidden)
         self.fp32 = self.dtype == paddle.float32
         self.described = can_describe(self.arch, self.hidden, self.weight)
-        self.budget = plan.budget or max(_LEAST_BUDGET, sum(t.size * t.element_size() for t in (hidden, weight)))
+        inputs = sum(t.size * t.element_size() for t in (hidden, weight))
+        self.budget = plan.budget or linear_plan.default_budget(self.R, self.D, self.itemsize, inputs)
 
     def tile(self, kind: str) -> tuning.Tile:
-        return tuning.choose(kind, self.arch, self.D, self.fp32, self.described)
+        return linear_plan.tile(kind, self.arch, self.D, self.fp32, self.described, self.bias is not None)
 
     def like(self, width: int) -> SimpleNamespace:
         """What `product` asks about its operands; the width of its result picks the tile."""
@@ -152,38 +150,24 @@ class _Vocabulary:
             )  # fmt: skip
         return own, others
 
-    def cut(self, wants_hidden: bool) -> tuple[int, int, int]:
-        """(rows, columns, splits) of a piece of P: within the budget, and all rows if possible."""
-        sums = self.D * 4 if wants_hidden else 0
-        step = self.tile("prob").BN
-        fewest = min(step, self.V) * self.itemsize
-        rows = min(self.R, max(self.budget // (sums + fewest), _FEWEST_ROWS))
-        splits = 1
-        if self.arch and wants_hidden:
-            splits = max(1, min(4, self.sms // (cdiv(rows, 128) * cdiv(self.D, 256))))
-        left = max(self.budget - splits * rows * sums, self.budget // 2)
-        columns = max(left // (rows * self.itemsize) // step * step, step)
-        if columns < self.V:
-            # Even pieces: a short one at the end costs as much as a longer one.
-            columns = cdiv(cdiv(self.V, cdiv(self.V, columns)), step) * step
-        return rows, min(self.V, columns), splits
-
     def gradients(self, others, own_gradient, others_gradient, wanted):
         """[dhidden, dweight, dbias], None where not wanted."""
         R, V, D, fp32 = self.R, self.V, self.D, paddle.float32
         wants_hidden, wants_weight, wants_bias = wanted
-        rows, columns, splits = self.cut(wants_hidden)
+        tile = self.tile("prob")
+        problem = linear_plan.Problem(R, V, D, self.itemsize, self.sms, tile.BM, tile.BN, wants_hidden)
+        rows, columns, splits = linear_plan.cut(problem, self.budget)
         gain = None
         if self.dtype == paddle.float16:
             gain = empty([1], fp32, others)
             launch(largest_kernel, (1,), own_gradient, others_gradient, gain, R, BLOCK=1024)
         P = empty_rows(rows, columns, self.dtype, self.hidden)
-        tile = self.tile("prob")
         dhidden = empty([R, D], self.dtype, self.hidden) if wants_hidden else None
-        sums = empty([splits * cdiv(rows, 256) * 256, D], fp32, self.hidden) if wants_hidden else None
+        split_rows = cdiv(rows, 256) * 256 if splits > 1 else rows
+        sums = empty([splits * split_rows, D], fp32, self.hidden) if wants_hidden else None
         dweight = dbias = part_bias = None
         if wants_weight:
-            rounded = cdiv(R, rows) <= _ROUNDINGS
+            rounded = cdiv(R, rows) <= linear_plan.ROUNDINGS
             dweight = empty(self.weight.shape, self.dtype if rounded else fp32, self.hidden)
         if wants_bias:
             dbias = empty([V], fp32, self.hidden)
