@@ -28,7 +28,7 @@ from collections.abc import Sequence
 import paddle
 from paddle.autograd import PyLayer
 
-from . import prefix_plan, static, tuning
+from . import hopper, hopper_prefixes, prefix_plan, static, tuning
 from .contrastive import _as_it_is
 from .dispatch import launch
 from .driver import empty, is_interpreting
@@ -134,6 +134,7 @@ class _Job:
         self.weights = tuple(float(weight) for weight in weights)
         self.wanted, self.wanted_scale = wanted, learns_scale
         self.sweep, self.described = prefix_plan.sweep_tile(s.arch, self.dims, s.fp32, s.described)
+        self.hopper = self.described and hopper_prefixes.takes_sweep(s, self.dims, self.sweep.BN)
         self.lefts, self.rights = (
             prefix_plan.groups(kind, s.arch, self.dims, s.fp32, s.described) for kind in ("left", "right")
         )
@@ -254,6 +255,13 @@ class _Job:
 
     def _sweep(self, r0: int, count: int, E, flags) -> None:
         s, tile, width = self.s, self.sweep, self.dims[-1]
+        if self.hopper and E is not None and flags is None:
+            args, meta = hopper_prefixes.sweep_launch(
+                s, self.dims, self.scale, r0, count, E, self.padded, (self.inverse_left, self.reference),
+                self.inverse_right, (self.part_sum, self.part_max, self.plan.rows),
+            )  # fmt: skip
+            launch(*args, **meta)
+            return
         left, right = rows_from(s.left, r0), s.right
         if self.described:
             left = describe(left, count, width, row_stride(s.left), [tile.BM, tile.BK])
@@ -302,11 +310,7 @@ class _Job:
             for group in self.lefts:
                 used, split_rows = self._segments(group, E, s.right, sums, rows=count, K=N, splits=self.plan.splits)
         if right_wanted:
-            shape = {"rows": N, "K": count, "transposed": True, "accumulate": r0 > 0}
-            for group in self.rights:
-                last = group.first == M - 1
-                b, shift = (self.scaled, self.starts[-1]) if last else (rows_from(s.left, r0), 0)
-                self._segments(group, E, b, self.dright, shift=shift, **shape)
+            self._dright(r0, count, E)
             launch(
                 column_sum_kernel, (cdiv(M * N, 1024),), self.column_parts, self.radial, cdiv(count, BM), M * N,
                 ACCUMULATE=r0 > 0, BLOCK=1024, num_warps=4,
@@ -319,6 +323,23 @@ class _Job:
             rows_from(self.terms, r0), self.scale, count, N, s.D, row_stride(s.right), row_stride(s.left), s.D, s.D,
             rows, B, DIMS=self.dims, M=M, ROWS=4, BD=row_block(s.D), BT=64 if s.arch else 8, num_warps=4,
         )  # fmt: skip
+
+    def _dright(self, r0: int, count: int, E) -> None:
+        """The chunk's part of dright; the last segment's rows have their factors already."""
+        s, left = self.s, rows_from(self.s.left, r0)
+        if hopper_prefixes.takes_product(s, E, s.left, self.dright, self.starts):
+            for k, (start, end) in enumerate(zip(self.starts, self.dims, strict=True)):
+                b = self.scaled if k == self.M - 1 else hopper_prefixes.columns_from(left, start)
+                out = hopper_prefixes.columns_from(self.dright, start)
+                matrix = rows_from(E, k * self.padded)
+                args, meta = hopper.right_launch(s.sms, matrix, b, out, 1.0, s.N, end - start, count, r0 > 0)
+                launch(*args, **meta)
+            return
+        for group in self.rights:
+            b, shift = (self.scaled, self.starts[-1]) if group.first == self.M - 1 else (left, 0)
+            self._segments(
+                group, E, b, self.dright, rows=s.N, K=count, transposed=True, accumulate=r0 > 0, shift=shift
+            )
 
     def _segments(self, group, a, b, out, *, rows, K, transposed=False, accumulate=False, splits=1, shift=0):
         """out[:, segment] (+)= A @ b[:, segment] for a group of segments, see `segments_kernel`.
