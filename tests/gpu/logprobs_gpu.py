@@ -131,13 +131,16 @@ def errors() -> None:
                 z, paddle.to_tensor(labels), ignore_index=-100, temperature=0.7, return_entropy=True
             )
             paddle.autograd.backward([out, entropy], [paddle.to_tensor(g), paddle.to_tensor(h)])
-            want = label_logprobs(host(z.detach()), labels, temperature=0.7, ignore_index=-100, g=g, h=h)
+            # float64 on the host takes its time: every eighth position of large cases, the last one included.
+            some = slice(None, None, 8 if z.size > 2**22 else 1)
+            labels, g, h = (x[:, some] for x in (labels, g, h))
+            want = label_logprobs(host(z.detach())[:, some], labels, temperature=0.7, ignore_index=-100, g=g, h=h)
             scale = max(1.0, float(np.abs(want[0]).max()))
             check(
                 f"{dtype} {list(shape)} {spread:g}", bound,
-                dz=float(np.abs(host(z.grad) - want[2]).max() / max(1.0, np.abs(want[2]).max())),
-                logprobs=float(np.abs(out.numpy() - want[0]).max()) / scale,
-                entropies=float(np.abs(entropy.numpy() - want[1]).max()) / 10,
+                dz=float(np.abs(host(z.grad)[:, some] - want[2]).max() / max(1.0, np.abs(want[2]).max())),
+                logprobs=float(np.abs(out.numpy()[:, some] - want[0]).max()) / scale,
+                entropies=float(np.abs(entropy.numpy()[:, some] - want[1]).max()) / 10,
             )  # fmt: skip
     z = rng.standard_normal((4, 5000)).astype("float32")
     z[:, :2000], z[0, 1:], z[1, 7] = -np.inf, -np.inf, -np.inf
