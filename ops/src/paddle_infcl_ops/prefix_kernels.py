@@ -104,9 +104,9 @@ def sweep_kernel(
                 if out is not None:
                     if s == M - 1:
                         e = e * share(r)[None, :]
-                    store_tile(
-                        out, e, s * out_rows + m0, n0, s * out_rows + rows, N, out_stride, BM, BN, PARTS, OUT_TMA
-                    )
+                    # Zeros behind the last row too: products through descriptors see them.
+                    last = (s + 1) * out_rows
+                    store_tile(out, e, s * out_rows + m0, n0, last, N, out_stride, BM, BN, PARTS, OUT_TMA)
 
 
 @changing

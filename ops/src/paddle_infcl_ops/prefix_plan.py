@@ -21,7 +21,7 @@ _SM90 = {
     "right_wide": Tile(128, 256, 64, 8, 4, 1, parts=4, group=8),
 }
 #: Rows and columns of the elementwise kernel's tile, and its warps.
-BLEND = (64, 128, 8)
+BLEND = (32, 128, 8)
 
 
 def sweep_tile(arch: int, dims: Sequence[int], fp32: bool, described: bool) -> tuple[Tile, bool]:
