@@ -61,7 +61,7 @@ class EmbeddingArgument(ObjectiveArgument):
         choices=checks.BACKENDS,
     )
     inf_cl_memory_budget: Optional[int] = _option(
-        None, "Bytes of logits held at once; default: 8 MiB on a CPU, 256 MiB or the size of the inputs on a GPU."
+        None, "Bytes of logits held at once; default: 8 MiB on a CPU, 512 MiB or the size of the inputs on a GPU."
     )
     negatives_strategy: str = _option(
         "auto",

@@ -11,11 +11,11 @@ from paddle import Tensor
 from paddle_infcl.functional.blocks import Block
 
 CPU_BUDGET = 8 * 2**20
-DEVICE_BUDGET = 256 * 2**20
+DEVICE_BUDGET = 512 * 2**20
 
 
 def default_budget(groups: Sequence[Sequence[Block]]) -> int:
-    """Bytes for the tile of one chunk: 8 MiB on a CPU, near its caches; elsewhere 256 MiB or the inputs' size."""
+    """Bytes for the tile of one chunk: 8 MiB on a CPU, near its caches; elsewhere 512 MiB or the inputs' size."""
     first = groups[0][0].left
     if first.place.is_cpu_place():
         return CPU_BUDGET

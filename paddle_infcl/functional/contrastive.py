@@ -193,7 +193,7 @@ def inf_cl_loss(
         row_weights: weights of the rows, a float or [B]; None is 1/B, the mean.
         backend: "auto" takes Triton where it runs and the streaming loss in plain Paddle elsewhere, with one warning;
             "triton", "paddle", "dense" insist.
-        memory_budget: bytes of logits held at once; None: 8 MiB on a CPU, max(256 MiB, inputs) elsewhere.
+        memory_budget: bytes of logits held at once; None: 8 MiB on a CPU, max(512 MiB, inputs) elsewhere.
 
     Returns:
         0-d loss, float32 (float64 for float64 inputs).

@@ -25,7 +25,7 @@ from .rows import loss_kernel, sum_kernel
 from .views import dense, number, rows_from, vectors
 
 _DTYPES = (paddle.float32, paddle.float16, paddle.bfloat16)
-_LEAST_BUDGET = 256 << 20
+_LEAST_BUDGET = 512 << 20
 
 
 def _as_it_is(function):
@@ -49,7 +49,7 @@ def info_nce(groups, *, scale, row_weights, memory_budget: int | None = None):
         scale: 1/T: number, or a tensor of one element, which then gets its gradient.
         row_weights: weight of every row's loss: number (1/B for the mean) or [B] tensor.
         memory_budget: bytes of scratch beyond the gradients and their fp32 sums; None: the inputs' size, at least
-            256 MiB.
+            512 MiB.
 
     Returns:
         Scalar fp32 tensor.
