@@ -104,11 +104,15 @@ def run(case: Case, name: str, loss) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--cases", default="8k;32k;128k", help="names of cases.py, separated by semicolons")
+    parser.add_argument("--peers", help="names, separated by semicolons; default: all that are installed")
     parser.add_argument("--out", type=Path, help="JSON lines are appended to this file as well")
     arguments = parser.parse_args()
+    wanted = None if arguments.peers is None else arguments.peers.split(";")
     for case in (CASES[name] for name in arguments.cases.split(";")):
         for name, loss in losses().items():
             if case.B * case.N > LIMITS.get(name, float("inf")) or (name == "memeff" and case.B != case.N):
+                continue
+            if wanted is not None and name not in wanted:
                 continue
             try:
                 line = json.dumps(run(case, name, loss))
