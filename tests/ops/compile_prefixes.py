@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "ops" / "src")]
 
 import paddle  # noqa: E402
-from paddle_infcl_ops import gradients, hopper, hopper_prefixes, prefixes, tuning  # noqa: E402
+from paddle_infcl_ops import gradients, prefixes, tuning  # noqa: E402
 
 from tests.ops import compile_all  # noqa: E402
 
@@ -34,13 +34,9 @@ def main() -> None:
     for module in (gradients, prefixes):
         module.launch = compile_all.compile_launch
     prefixes.FEWEST_ROWS = 1
-    hopper_prefixes.SWEEP = True
     rows = 384
     index = paddle.zeros([rows], dtype="int64")
-    cases = [(*case, False) for case in CASES]
-    if hopper.takes(compile_all.ARCH, paddle.bfloat16):
-        cases += [("bfloat16", 1024, (128, 256, 512, 1024), (), True), ("bfloat16", 104, (64, 104), (), True)]
-    for dtype, width, dims, rules, tuning.HOPPER in cases:
+    for dtype, width, dims, rules in CASES:
         fields = {"row_ids": index, "column_ids": index} if "ids" in rules else {}
         fields |= {"self_column": index} if "self_column" in rules else {}
         fields |= {"limit": paddle.zeros([rows])} if "limit" in rules else {}

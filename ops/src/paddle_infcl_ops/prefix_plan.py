@@ -11,17 +11,34 @@ from . import tuning
 from .launch import cdiv
 from .tuning import Tile
 
-#: Tiles on sm_90, bf16; `per_sm` says how many programs a multiprocessor holds. Tiles of 128 columns: two programs per
-#: multiprocessor, so that one multiplies while the other ends its tile, and segments of 128 are not padded.
+#: Tiles on sm_90, bf16, measured on an H200; `per_sm` says how many programs a multiprocessor holds. Tiles of 128
+#: columns: two programs per multiprocessor, so that one multiplies while the other ends its tile, and segments of 128
+#: are not padded.
 _SM90 = {
-    "sweep": Tile(128, 128, 64, 4, 3, 2, False, True, 4, 16),
-    "left": Tile(128, 128, 64, 4, 3, 2, parts=1, group=8),
-    "left_wide": Tile(128, 256, 64, 8, 3, 1, parts=1, group=8),
+    "sweep": Tile(128, 128, 64, 4, 3, 2, False, False, 1, 16),
+    "left": Tile(128, 128, 64, 8, 3, 2, parts=2, group=8),
+    "left_wide": Tile(128, 256, 64, 8, 4, 1, parts=4, group=8),
     "right": Tile(128, 128, 64, 4, 3, 2, parts=2, group=8),
-    "right_wide": Tile(128, 256, 64, 8, 4, 1, parts=4, group=8),
+    "right_wide": Tile(128, 256, 64, 8, 4, 1, parts=2, group=8),
 }
-#: Rows and columns of the elementwise kernel's tile, and its warps.
-BLEND = (32, 128, 8)
+
+
+@dataclass(frozen=True)
+class Blend:
+    """The elementwise kernel's launch: rows per program, rows and columns at a time, warps (a row each)."""
+
+    BR: int
+    BM: int
+    BN: int
+    warps: int
+
+
+_BLEND, _BLEND_INTERPRETED = Blend(64, 4, 128, 4), Blend(32, 8, 32, 4)
+
+
+def blend(arch: int) -> Blend:
+    """On the GPU, or (0) in the interpreter, where several programs even in a tiny problem are wanted."""
+    return _BLEND if arch else _BLEND_INTERPRETED
 
 
 def sweep_tile(arch: int, dims: Sequence[int], fp32: bool, described: bool) -> tuple[Tile, bool]:
@@ -101,7 +118,7 @@ def cut(
     M, width = len(dims), dims[-1]
     per_row = M * cdiv(N, sweep.BN) * 8
     if differentiates:
-        per_row += M * (N * itemsize + cdiv(N, BLEND[1]) * 4 + N * 4 // BLEND[0]) + width * itemsize
+        per_row += M * (N * itemsize + cdiv(N, _BLEND.BN) * 4 + N * 4 // _BLEND.BR) + width * itemsize
 
     def scratch(splits):
         return per_row + (splits * width * 4 if differentiates else 0)

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 import paddle
 from paddle.autograd import PyLayer
 
-from . import hopper, hopper_prefixes, prefix_plan, static, tuning
+from . import prefix_plan, static, tuning
 from .contrastive import _as_it_is
 from .dispatch import launch
 from .driver import empty, is_interpreting
@@ -134,7 +134,7 @@ class _Job:
         self.weights = tuple(float(weight) for weight in weights)
         self.wanted, self.wanted_scale = wanted, learns_scale
         self.sweep, self.described = prefix_plan.sweep_tile(s.arch, self.dims, s.fp32, s.described)
-        self.hopper = self.described and hopper_prefixes.takes_sweep(s, self.dims, self.sweep.BN)
+        self.blend = prefix_plan.blend(s.arch)
         self.lefts, self.rights = (
             prefix_plan.groups(kind, s.arch, self.dims, s.fp32, s.described) for kind in ("left", "right")
         )
@@ -157,7 +157,7 @@ class _Job:
         s, M, rows = self.s, self.M, self.plan.rows
         B, N = s.B, s.N
         tiles, flags_rows = cdiv(N, self.sweep.BN), min(FLAG_ROWS, self.sweep.BM)
-        blend_tiles, blend_rows = cdiv(N, self._blend[1]), cdiv(rows, self._blend[0])
+        blend_tiles, blend_rows = cdiv(N, self.blend.BN), cdiv(rows, self.blend.BR)
         gradients, right_wanted = self.differentiates, self.wanted[1]
         (
             self.inverse_left, self.inverse_right, self.cosine, self.reference, losses, self.part_sum, self.part_max,
@@ -228,10 +228,6 @@ class _Job:
             dscale = scaled(total, incoming, self.scale.dtype)
         return dscale, dleft, dright
 
-    @property
-    def _blend(self) -> tuple[int, int, int]:
-        return prefix_plan.BLEND if self.s.arch else (32, 32, 4)
-
     def _row_wise(self) -> None:
         """Inverse lengths, own cosines and references of all rows at all prefixes."""
         s, M, dims = self.s, self.M, self.dims
@@ -255,13 +251,6 @@ class _Job:
 
     def _sweep(self, r0: int, count: int, E, flags) -> None:
         s, tile, width = self.s, self.sweep, self.dims[-1]
-        if self.hopper and E is not None and flags is None:
-            args, meta = hopper_prefixes.sweep_launch(
-                s, self.dims, self.scale, r0, count, E, self.padded, (self.inverse_left, self.reference),
-                self.inverse_right, (self.part_sum, self.part_max, self.plan.rows),
-            )  # fmt: skip
-            launch(*args, **meta)
-            return
         left, right = rows_from(s.left, r0), s.right
         if self.described:
             left = describe(left, count, width, row_stride(s.left), [tile.BM, tile.BK])
@@ -297,13 +286,13 @@ class _Job:
         """What follows once a chunk's E and coefficients are there."""
         s, M, rows = self.s, self.M, self.plan.rows
         B, N = s.B, s.N
-        BM, BN, warps = self._blend
+        blend = self.blend
         right_wanted = self.wanted[1]
         launch(
-            blend_kernel, (cdiv(N, BN), cdiv(count, BM)), E, self.coefficient, rows_from(self.inverse_left, r0),
-            self.inverse_right, rows_from(self.reference, r0), self.scale, self.row_parts,
+            blend_kernel, (cdiv(N, blend.BN), cdiv(count, blend.BR)), E, self.coefficient,
+            rows_from(self.inverse_left, r0), self.inverse_right, rows_from(self.reference, r0), self.scale, self.row_parts,
             self.column_parts if right_wanted else None, count, N, row_stride(E), self.padded, rows, B,
-            M=M, BM=BM, BN=BN, num_warps=warps,
+            M=M, M2=1 << (M - 1).bit_length(), BR=blend.BR, BM=blend.BM, BN=blend.BN, num_warps=blend.warps,
         )  # fmt: skip
         used = split_rows = 0
         if self.wanted[0]:
@@ -312,12 +301,12 @@ class _Job:
         if right_wanted:
             self._dright(r0, count, E)
             launch(
-                column_sum_kernel, (cdiv(M * N, 1024),), self.column_parts, self.radial, cdiv(count, BM), M * N,
+                column_sum_kernel, (cdiv(M * N, 1024),), self.column_parts, self.radial, cdiv(count, blend.BR), M * N,
                 ACCUMULATE=r0 > 0, BLOCK=1024, num_warps=4,
             )  # fmt: skip
         launch(
             finish_prefix_kernel, (cdiv(count, 4),), sums, used, split_rows, 0 if sums is None else row_stride(sums),
-            self.row_parts, cdiv(N, BN), self.coefficient, self.own_coefficient, rows_from(self.cosine, r0),
+            self.row_parts, cdiv(N, blend.BN), self.coefficient, self.own_coefficient, rows_from(self.cosine, r0),
             rows_from(self.inverse_left, r0), self.inverse_right, rows_from(s.own, r0), s.right,
             rows_from(s.left, r0), rows_from(self.dleft, r0), self.dright, self.radial if right_wanted else None,
             rows_from(self.terms, r0), self.scale, count, N, s.D, row_stride(s.right), row_stride(s.left), s.D, s.D,
@@ -327,14 +316,6 @@ class _Job:
     def _dright(self, r0: int, count: int, E) -> None:
         """The chunk's part of dright; the last segment's rows have their factors already."""
         s, left = self.s, rows_from(self.s.left, r0)
-        if hopper_prefixes.takes_product(s, E, s.left, self.dright, self.starts):
-            for k, (start, end) in enumerate(zip(self.starts, self.dims, strict=True)):
-                b = self.scaled if k == self.M - 1 else hopper_prefixes.columns_from(left, start)
-                out = hopper_prefixes.columns_from(self.dright, start)
-                matrix = rows_from(E, k * self.padded)
-                args, meta = hopper.right_launch(s.sms, matrix, b, out, 1.0, s.N, end - start, count, r0 > 0)
-                launch(*args, **meta)
-            return
         for group in self.rights:
             b, shift = (self.scaled, self.starts[-1]) if group.first == self.M - 1 else (left, 0)
             self._segments(
