@@ -129,9 +129,8 @@ def blend_kernel(
     d = tl.arange(0, M2)
     j = pid_n * BN + tl.arange(0, BN)
     factor = scalar(scale)
-    g = share(
-        tl.load(inverse_right + d[:, None] * N + j[None, :], mask=(d < M)[:, None] & (j < N)[None, :], other=0.0)
-    )
+    of_vector = (d < M)[:, None] & (j < N)[None, :]
+    g = share(tl.load(inverse_right + d[:, None] * N + j[None, :], mask=of_vector, other=0.0))
     of_column = tl.where((d == M - 1)[:, None], 1.0, g)
     # The last E is divided by its factor for z, the others are multiplied by theirs for C.
     undone = tl.where((d == M - 1)[:, None], tl.where(g > 0, 1.0 / tl.where(g > 0, g, 1.0), 0.0), 1.0)

@@ -290,8 +290,8 @@ class _Job:
         right_wanted = self.wanted[1]
         launch(
             blend_kernel, (cdiv(N, blend.BN), cdiv(count, blend.BR)), E, self.coefficient,
-            rows_from(self.inverse_left, r0), self.inverse_right, rows_from(self.reference, r0), self.scale, self.row_parts,
-            self.column_parts if right_wanted else None, count, N, row_stride(E), self.padded, rows, B,
+            rows_from(self.inverse_left, r0), self.inverse_right, rows_from(self.reference, r0), self.scale,
+            self.row_parts, self.column_parts if right_wanted else None, count, N, row_stride(E), self.padded, rows, B,
             M=M, M2=1 << (M - 1).bit_length(), BR=blend.BR, BM=blend.BM, BN=blend.BN, num_warps=blend.warps,
         )  # fmt: skip
         used = split_rows = 0
