@@ -110,56 +110,70 @@ def sweep_kernel(
 
 
 @changing
-def blend_kernel(
-    E, coefficient, inverse_left, inverse_right, reference, scale, row_parts, column_parts, rows, N, E_stride, E_rows,
-    part_stride, vector_stride,
-    M: tl.constexpr, M2: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+def radial_sums_kernel(
+    E, coefficient, inverse_right, reference, row_parts, column_parts, rows, N, E_stride, E_rows, part_stride,
+    vector_stride,
+    M: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """E becomes C, in place: C_s = sum over d >= s of scale r_d,i G_d,ij r_d,j, G_d = coefficient_d,i E_d.
+    """The sums of G z that the lengths' gradients need; G_s,ij = coefficient_s,i E_s,ij, and z comes out of E again.
 
-    The last E, which has its r_d,j already, lacks a factor per row only, and stays as it is. On the way the sums that
-    the lengths' gradients need: row_parts [M, ceil(N / BN), part_stride] of sum_j G z, column_parts [ceil(rows / BR),
-    M, N] of sum_i G z (may be None). z comes back out of E.
+    row_parts [M, ceil(N / BN), part_stride]: sum_j; column_parts [ceil(rows / BR), M, N], may be None: sum_i.
 
-    A program walks down BR rows, BM at a time, all prefixes (M2: M, rounded up to a power of two) at once. With a row
-    per warp, sums over columns stay inside a warp, and those over rows inside a thread until the end.
+    A program walks down BR rows of one prefix, BM at a time. With whole rows per warp, sums over columns stay inside a
+    warp, and those over rows inside a thread until the end.
     """
     pid_n = tl.program_id(0)
     pid_m = tl.program_id(1)
-    d = tl.arange(0, M2)
+    s = tl.program_id(2)
     j = pid_n * BN + tl.arange(0, BN)
-    factor = scalar(scale)
-    of_vector = (d < M)[:, None] & (j < N)[None, :]
-    g = share(tl.load(inverse_right + d[:, None] * N + j[None, :], mask=of_vector, other=0.0))
-    of_column = tl.where((d == M - 1)[:, None], 1.0, g)
-    # The last E is divided by its factor for z, the others are multiplied by theirs for C.
-    undone = tl.where((d == M - 1)[:, None], tl.where(g > 0, 1.0 / tl.where(g > 0, g, 1.0), 0.0), 1.0)
-    columns = tl.zeros((M2, BM, BN), dtype=tl.float32)
+    columns = tl.zeros((BM, BN), dtype=tl.float32)
+    undone = tl.full((BN,), 1.0, dtype=tl.float32)
+    if s == M - 1:  # the last E has its factor per column already
+        g = share(tl.load(inverse_right + s * N + j, mask=j < N, other=0.0))
+        undone = tl.where(g > 0, 1.0 / tl.where(g > 0, g, 1.0), 0.0)
     for step in range(0, BR, BM):
         i = pid_m * BR + step + tl.arange(0, BM)
-        of_row = (d < M)[:, None] & (i < rows)[None, :]
-        at = (d[:, None] * E_rows + i[None, :]).to(tl.int64)[:, :, None] * E_stride + j[None, None, :]
-        both = of_row[:, :, None] & (j < N)[None, None, :]
-        e = tl.load(E + at, mask=both, other=0.0).to(tl.float32)
-        a = tl.load(coefficient + d[:, None] * part_stride + i[None, :], mask=of_row, other=0.0)
-        vector = d[:, None] * vector_stride + i[None, :]
-        f = share(tl.load(inverse_left + vector, mask=of_row, other=0.0))
-        ref = tl.load(reference + vector, mask=of_row, other=0.0)
-        blended = e * (a * f * factor)[:, :, None] * of_column[:, None, :]
-        for s in tl.static_range(M - 1):
-            i_s = (s * E_rows + i).to(tl.int64)[:, None] * E_stride + j[None, :]
-            c = tl.sum(tl.where((d >= s)[:, None, None], blended, 0.0), axis=0)
-            tl.store(E + i_s, c.to(E.dtype.element_ty), mask=(i < rows)[:, None] & (j < N)[None, :])
-        e = e * undone[:, None, :]
-        z = (tl.log2(tl.where(e > 0, e, 1.0)) + ref[:, :, None]) * LN2
-        product = e * a[:, :, None] * z
-        parts = (d[:, None] * tl.num_programs(0) + pid_n).to(tl.int64) * part_stride + i[None, :]
-        tl.store(row_parts + parts, tl.sum(product, axis=2), mask=of_row)
+        at = E + (s * E_rows + i).to(tl.int64)[:, None] * E_stride + j[None, :]
+        e = tl.load(at, mask=(i < rows)[:, None] & (j < N)[None, :], other=0.0).to(tl.float32) * undone[None, :]
+        a = tl.load(coefficient + s * part_stride + i, mask=i < rows, other=0.0)
+        ref = tl.load(reference + s * vector_stride + i, mask=i < rows, other=0.0)
+        z = (tl.log2(tl.where(e > 0, e, 1.0)) + ref[:, None]) * LN2
+        product = e * a[:, None] * z
+        part = (s * tl.num_programs(0) + pid_n).to(tl.int64) * part_stride + i
+        tl.store(row_parts + part, tl.sum(product, axis=1), mask=i < rows)
         if column_parts is not None:
             columns += product
     if column_parts is not None:
-        parts = (pid_m * M + d).to(tl.int64)[:, None] * N + j[None, :]
-        tl.store(column_parts + parts, tl.sum(columns, axis=1), mask=of_vector)
+        at = column_parts + (pid_m * M + s).to(tl.int64) * N + j
+        tl.store(at, tl.sum(columns, axis=0), mask=j < N)
+
+
+@changing
+def blend_kernel(
+    E, coefficient, inverse_left, inverse_right, scale, rows, N, E_stride, E_rows, part_stride, vector_stride,
+    M: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """E becomes C, in place: C_s = sum over d >= s of scale r_d,i G_d,ij r_d,j, G_d = coefficient_d,i E_d.
+
+    The last E, which has its r_d,j already, lacks a factor per row only, and stays as it is.
+    """
+    j = tl.program_id(0) * BN + tl.arange(0, BN)
+    i = tl.program_id(1) * BM + tl.arange(0, BM)
+    both = (i < rows)[:, None] & (j < N)[None, :]
+    factor = scalar(scale)
+    blended = tl.zeros((BM, BN), dtype=tl.float32)
+    for s in tl.static_range(M - 1, -1, -1):
+        at = E + (s * E_rows + i).to(tl.int64)[:, None] * E_stride + j[None, :]
+        e = tl.load(at, mask=both, other=0.0).to(tl.float32)
+        a = tl.load(coefficient + s * part_stride + i, mask=i < rows, other=0.0)
+        f = share(tl.load(inverse_left + s * vector_stride + i, mask=i < rows, other=0.0))
+        outer = e * (a * f * factor)[:, None]
+        if s == M - 1:
+            blended += outer
+        else:
+            g = share(tl.load(inverse_right + s * N + j, mask=j < N, other=0.0))
+            blended += outer * g[None, :]
+            tl.store(at, blended.to(E.dtype.element_ty), mask=both)
 
 
 @triton.jit(do_not_specialize=["K", "k_per_split", "split_rows"])

@@ -25,7 +25,7 @@ _SM90 = {
 
 @dataclass(frozen=True)
 class Blend:
-    """The elementwise kernel's launch: rows per program, rows and columns at a time, warps (a row each)."""
+    """The elementwise kernels' launches: rows per program that sums, rows and columns at a time, warps."""
 
     BR: int
     BM: int
@@ -33,7 +33,7 @@ class Blend:
     warps: int
 
 
-_BLEND, _BLEND_INTERPRETED = Blend(64, 4, 128, 4), Blend(32, 8, 32, 4)
+_BLEND, _BLEND_INTERPRETED = Blend(64, 8, 256, 4), Blend(32, 8, 32, 4)
 
 
 def blend(arch: int) -> Blend:

@@ -34,7 +34,7 @@ from .dispatch import launch
 from .driver import empty, is_interpreting
 from .gradients import scaled
 from .launch import FLAG_ROWS, Similarity, cdiv, precision, row_block, upcast
-from .prefix_kernels import blend_kernel, segments_kernel, sweep_kernel
+from .prefix_kernels import blend_kernel, radial_sums_kernel, segments_kernel, sweep_kernel
 from .prefix_rows import (
     check_prefix_kernel,
     column_sum_kernel,
@@ -288,11 +288,16 @@ class _Job:
         B, N = s.B, s.N
         blend = self.blend
         right_wanted = self.wanted[1]
+        shape = (count, N, row_stride(E), self.padded, rows, B)
         launch(
-            blend_kernel, (cdiv(N, blend.BN), cdiv(count, blend.BR)), E, self.coefficient,
-            rows_from(self.inverse_left, r0), self.inverse_right, rows_from(self.reference, r0), self.scale,
-            self.row_parts, self.column_parts if right_wanted else None, count, N, row_stride(E), self.padded, rows, B,
-            M=M, M2=1 << (M - 1).bit_length(), BR=blend.BR, BM=blend.BM, BN=blend.BN, num_warps=blend.warps,
+            radial_sums_kernel, (cdiv(N, blend.BN), cdiv(count, blend.BR), M), E, self.coefficient, self.inverse_right,
+            rows_from(self.reference, r0), self.row_parts, self.column_parts if right_wanted else None, *shape,
+            M=M, BR=blend.BR, BM=blend.BM, BN=blend.BN, num_warps=blend.warps,
+        )  # fmt: skip
+        launch(
+            blend_kernel, (cdiv(N, blend.BN), cdiv(count, blend.BM)), E, self.coefficient,
+            rows_from(self.inverse_left, r0), self.inverse_right, self.scale, *shape, M=M, BM=blend.BM, BN=blend.BN,
+            num_warps=blend.warps,
         )  # fmt: skip
         used = split_rows = 0
         if self.wanted[0]:
