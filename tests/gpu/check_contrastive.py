@@ -6,7 +6,8 @@
     TRITON_INTERPRET=1 python tests/gpu/check_contrastive.py cpu --only masks --tiny           without a GPU
 
 Prints a line per check and exits with 1 when an error is above its bound. Masks come with the error of a textbook
-cross-entropy of the same type ("dense"). Most of the time goes into compiling, so parts are processes side by side.
+cross-entropy of the same type ("dense"), which is allowed where it is larger. Most of the time goes into compiling, so
+parts are processes side by side.
 """
 
 from __future__ import annotations
@@ -36,12 +37,15 @@ from tests.gpu.reference import Spec, exact, textbook  # noqa: E402
 failed: list[str] = []
 ROUNDED = {"bfloat16": bf16, "float16": lambda x: x.astype("float16").astype("float64")}
 BOUNDS = {"float32": 1e-4, "float16": 1e-3, "bfloat16": 2.5e-3}
+# Gradients of a mean over many rows are so small that fp16 has few digits for them.
+QUANTA = {"float32": 0.0, "float16": 2.0**-24, "bfloat16": 0.0}
 # The interpreter cuts bf16 off where a GPU rounds it.
 TINY_BOUNDS = {"float32": 1e-4, "float16": 3e-3, "bfloat16": 2e-2}
 
 
-def report(what: str, errors: dict, bound: float, beside: str = "") -> None:
-    good = max(errors.values()) <= bound
+def report(what: str, errors: dict, bounds: float | dict, beside: str = "") -> None:
+    bounds = bounds if isinstance(bounds, dict) else dict.fromkeys(errors, bounds)
+    good = all(error <= bounds[name] for name, error in errors.items())
     if not good:
         failed.append(what)
     numbers = "  ".join(f"{k} {v:.1e}" for k, v in errors.items())
@@ -57,8 +61,10 @@ def host(x: paddle.Tensor) -> np.ndarray:
     return x.astype("float32").numpy().astype("float64") if x.dtype != paddle.float32 else x.numpy().astype("float64")
 
 
-def relative(got, want) -> float:
-    error = np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-300)
+def relative(got, want, quantum: float = 0.0) -> float:
+    """|got - want| / |want|, less what rounding every entry to a multiple of `quantum` may come to."""
+    error = max(np.linalg.norm(got - want) - quantum / 2 * np.sqrt(np.size(want)), 0.0)
+    error /= max(np.linalg.norm(want), 1e-300)
     return float(error) if np.isfinite(error) else float("inf")
 
 
@@ -100,12 +106,14 @@ def check_groups(
     weights = np.full(B, 1 / B) if weights is None else weights
     want = exact(*exactly, weights, tau)
     errors = {"loss": abs(float(loss) - want["loss"]) / max(want["loss"], 1e-6) * bound / max(bound, 1e-4)}
-    errors |= {f"d{name}": relative(host(tensors[name].grad), want[f"d{name}"]) for name in sides}
-    beside = ""
+    errors |= {f"d{name}": relative(host(tensors[name].grad), want[f"d{name}"], QUANTA[dtype]) for name in sides}
+    beside, bounds = "", dict.fromkeys(errors, bound)
     if dense and dtype in ROUNDED:
         rough = textbook(*exactly, weights, ROUNDED[dtype])
-        beside = "dense " + "  ".join(f"{relative(rough[f'd{name}'], want[f'd{name}']):.1e}" for name in sides)
-    report(what, errors, bound, beside)
+        theirs = {f"d{name}": relative(rough[f"d{name}"], want[f"d{name}"]) for name in sides}
+        bounds |= {name: max(bound, error) for name, error in theirs.items()}
+        beside = "dense " + "  ".join(f"{error:.1e}" for error in theirs.values())
+    report(what, errors, bounds, beside)
 
 
 def as_block(b: Spec, tensors: dict):
@@ -213,7 +221,7 @@ def large() -> None:
         want_dp = 50 / B * P.T @ q64.astype("float64")
         report(f"{dtype} {B} x {B} x {D}, samples", {
             "lse": float(np.abs(lse[rows] - want).max()) * 1e-3,
-            "dq": relative(dq[rows], want_dq), "dp": relative(dp[rows], want_dp),
+            "dq": relative(dq[rows], want_dq, QUANTA[dtype]), "dp": relative(dp[rows], want_dp, QUANTA[dtype]),
         }, 2.5e-3)  # fmt: skip
         del q64, p64, dq, dp
 

@@ -108,7 +108,7 @@ def run(dtype, B, N, D, dims, temperature, rules, budget) -> dict:
     errors = {"loss": abs(float(loss) - value) / value}
     for name, tensor in tensors.items():
         errors[f"d{name}"] = np.linalg.norm(host(tensor.grad) - grads[name]) / np.linalg.norm(grads[name])
-    errors["dscale"] = abs(float(scale.grad) - dscale) / abs(dscale) / 10  # it cancels
+    errors["dscale"] = abs(scale.grad.item() - dscale) / abs(dscale) / 10  # it cancels
     return {k: float(e) if np.isfinite(e) else float("inf") for k, e in errors.items()}
 
 

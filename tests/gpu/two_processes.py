@@ -53,7 +53,7 @@ class HostCopies:
 
     def _through(self, call, received, *sent):
         """call(*CPU tensors); the first is copied back if it is received."""
-        copies = [t.cpu() for t in sent]
+        copies = [_on_host(t) for t in sent]
         task = call(*copies)
         if task is not None:
             task.wait()
@@ -72,6 +72,12 @@ class HostCopies:
 
     def recv(self, tensor, peer, sync_op):
         return self._through(lambda t: self._gloo.recv(t, peer, True), tensor, tensor)
+
+
+def _on_host(tensor):
+    import paddle
+
+    return paddle.to_tensor(tensor.numpy(), place=paddle.CPUPlace())  # uint16 numbers are bfloat16 to Paddle
 
 
 class _Done:
@@ -265,6 +271,7 @@ def work(arguments) -> None:
     from paddle_infcl.distributed.ranks import Ranks
     from tests.gpu.check_contrastive import use
 
+    faulthandler.enable()  # after Paddle, whose handlers don't show where Python is
     kind, _, _ = arguments.device.partition(":")
     dist.init_parallel_env()
     group = dist.get_group()
