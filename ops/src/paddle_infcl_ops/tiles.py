@@ -287,6 +287,7 @@ def similarity_kernel(
 
             if OWNER_RULE != _NONE or HARDNESS == _OWN or HARDNESS == _OTHERS:
                 belongs = tl.load(owner + j, mask=j < N, other=-1).to(tl.int32)
+            if OWNER_RULE == _ONLY or HARDNESS == _OWN or HARDNESS == _OTHERS:
                 mine = belongs[None, :] == (row_offset + i)[:, None]
             if HARDNESS == _ALL:
                 z += s * (strength * LOG2E)
@@ -300,7 +301,10 @@ def similarity_kernel(
             if OWNER_RULE == _ONLY:
                 z = tl.where(mine | (belongs < 0)[None, :], z, float("-inf"))
             elif OWNER_RULE == _EXCLUDE:
-                z = tl.where(mine, float("-inf"), z)
+                # Few tiles have columns that belong to one of their rows; the others skip the comparison.
+                first = row_offset + m0
+                if tl.max(((belongs >= first) & (belongs < first + BM)).to(tl.int32), axis=0) > 0:
+                    z = tl.where(belongs[None, :] == (row_offset + i)[:, None], float("-inf"), z)
             if guide_left is not None:
                 z = drop_packed(z, false_negatives, BM, BN)
             if IDS > 0:
