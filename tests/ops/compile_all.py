@@ -80,7 +80,7 @@ def compile_launch(kernel, grid, *args, **meta):
     compiled[key] = result
     shared = result.metadata.shared
     registers, stack = resources(result.asm["cubin"])
-    shown = ("MODE", "TRANS_A", "TMA", "ACCUMULATE", "SCALED", "PINGPONG", "BM", "BN", "IDS")
+    shown = ("MODE", "TRANS_A", "TMA", "ACCUMULATE", "SCALED", "BM", "BN", "IDS")
     mode = {k: v for k, v in meta.items() if k in shown}
     used = f"registers {registers:3d} stack {stack:5d} shared {shared:6d}"
     print(f"{kernel.__name__:18s} {used} {options} {mode}", flush=True)
@@ -142,14 +142,13 @@ def hopper(rows: int) -> None:
     tuning.HOPPER, before = True, len(compiled)
     for width in (104, 384, 1024, 1536):
         groups = next(losses("bfloat16", width, rows))
-        for tuning.HOPPER_EXP in ("coop", "pingpong"):
-            for scale in (50.0, paddle.to_tensor([50.0])):
-                # One chunk, several, and two passes, whose products are scaled.
-                for budget in (None, 128 * 3 * (rows * 2 + 4 * width), 1):
-                    contrastive.info_nce(groups, scale=scale, row_weights=1.0, memory_budget=budget).backward()
+        for scale in (50.0, paddle.to_tensor([50.0])):
+            # One chunk, several, and two passes, whose products are scaled.
+            for budget in (None, 128 * 3 * (rows * 2 + 4 * width), 1):
+                contrastive.info_nce(groups, scale=scale, row_weights=1.0, memory_budget=budget).backward()
     taken = [key for key in list(compiled)[before:] if key.startswith(("('exp_kernel'", "('right_kernel'"))]
-    # exp: two forms and kinds of scale; right: alpha 1, a number and a pointer, stored and added.
-    assert len(taken) == 4 + 6, taken
+    # exp: two kinds of scale; right: alpha 1, a number and a pointer, stored and added.
+    assert len(taken) == 2 + 6, taken
 
 
 def main() -> None:

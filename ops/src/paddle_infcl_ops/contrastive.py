@@ -136,7 +136,7 @@ class _Job:
     def _signature(self, blocks):
         """(what the launches follow from besides addresses, the tensors that they may read)."""
         inputs, shape = list(self.tensors), [self.share, self.budget, *self.wanted, self.wanted_scale]
-        shape += [tuning.HOPPER, tuning.HOPPER_EXP]
+        shape.append(tuning.HOPPER)
         for group in blocks:
             shape.append(len(group))
             for b in group:

@@ -61,15 +61,14 @@ def exp_launch(s, scale, rows: tuple[int, int], out, reference, part_sum, part_m
     from .hopper_kernels import exp_kernel
 
     r0, r1 = rows
-    tile, count = tuning.HOPPER_TILES[tuning.HOPPER_EXP], r1 - r0
-    part = tile.BM if tile.pingpong else tile.BM // 2
+    tile, count = tuning.HOPPER_TILES["exp"], r1 - r0
     tiles = -(-count // tile.BM) * -(-s.N // tile.BN)
-    left = _described(rows_from(s.left, r0), count, s.D, row_stride(s.left), (part, tile.BK))
+    left = _described(rows_from(s.left, r0), count, s.D, row_stride(s.left), (tile.BM, tile.BK))
     right = _described(s.right, s.N, s.D, row_stride(s.right), (tile.BN, tile.BK))
-    e = _described(out, count, s.N, row_stride(out), (part, tile.BN // 2))
+    e = _described(out, count, s.N, row_stride(out), (tile.BM, tile.BN // 2))
     args = (exp_kernel, (min(s.sms, tiles),), left, right, e, scale, rows_from(reference, r0), rows_from(s.own, r0),
             part_sum, part_max, count, s.N, s.D, part_stride)  # fmt: skip
-    return args, {"PINGPONG": tile.pingpong, **_constants(tile)}
+    return args, _constants(tile)
 
 
 def right_launch(sms: int, a, b, out, alpha, M: int, N: int, K: int, accumulate: bool):

@@ -6,9 +6,8 @@
 
 They are `similarity_kernel` (EXP, own column only) and `product_kernel` (transposed A) for operands that come through
 tensor descriptors; hopper.py says when they are taken. Triton schedules those two by itself: all warps multiply, then
-all end the tile, and meanwhile the tensor cores wait. Here (PINGPONG) each warpgroup owns a tile of its own and
-multiplies while the other one ends its tile; `turn` passes the tensor cores on. Without PINGPONG both own half of the
-rows of one tile twice as wide.
+all end the tile, and meanwhile the tensor cores wait. Here each warpgroup owns a tile of its own and multiplies while
+the other one ends its tile; `turn` passes the tensor cores on.
 
 Written in Gluon, with names as in CUDA: `ready` and `empty` are barriers per stage of the ring of operands.
 """
@@ -89,12 +88,9 @@ def barriers(N: gl.constexpr, COUNT: gl.constexpr):
 @gluon.jit
 def load_tiles(
     a_desc, b_desc, a_bufs, b_bufs, ready, empty, num_m, num_n, nk,
-    TRANS: gl.constexpr, PINGPONG: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
-    S: gl.constexpr, GROUP: gl.constexpr,
+    TRANS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, S: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """The warp that loads: the operands of this program's tiles, step by step. BM: rows of a whole tile."""
-    PARTS: gl.constexpr = 1 if PINGPONG else 2
-    ROWS: gl.constexpr = BM // PARTS
+    """The warp that loads: the operands of this program's tiles, step by step."""
     g = 0
     for t in range(gl.program_id(0), num_m * num_n, gl.num_programs(0)):
         pid_m, pid_n = tile_at(t, num_m, num_n, GROUP)
@@ -103,12 +99,11 @@ def load_tiles(
             mbarrier.wait(empty.index(slot), ((g // S) & 1) ^ 1)
             bar = ready.index(slot)
             mbarrier.expect(bar, (BM + BN) * BK * 2)  # zeros outside of the operands count
-            for p in gl.static_range(PARTS):
-                if TRANS:
-                    at = [k * BK, pid_m * BM + p * ROWS]
-                else:
-                    at = [pid_m * BM + p * ROWS, k * BK]
-                tma.async_copy_global_to_shared(a_desc, at, bar, a_bufs.index(slot * PARTS + p))
+            if TRANS:
+                at_a = [k * BK, pid_m * BM]
+            else:
+                at_a = [pid_m * BM, k * BK]
+            tma.async_copy_global_to_shared(a_desc, at_a, bar, a_bufs.index(slot))
             if TRANS:
                 at_b = [k * BK, pid_n * BN]
             else:
@@ -119,24 +114,21 @@ def load_tiles(
 
 @gluon.jit
 def multiply(
-    a_bufs, b_bufs, ready, empty, turn, g, nk, n_turn, WG: gl.constexpr, TRANS: gl.constexpr, PINGPONG: gl.constexpr,
-    ROWS: gl.constexpr, BN: gl.constexpr, S: gl.constexpr, layout: gl.constexpr,
+    a_bufs, b_bufs, ready, empty, turn, g, nk, n_turn, WG: gl.constexpr, TRANS: gl.constexpr, BM: gl.constexpr,
+    BN: gl.constexpr, S: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """The sums of one tile, in this warpgroup's rows.
+    """The sums of one tile.
 
     Args:
         g: steps of the ring before this tile.
         n_turn: tiles of this warpgroup before this one.
     """
-    PARTS: gl.constexpr = 1 if PINGPONG else 2
-    PART: gl.constexpr = 0 if PINGPONG else WG
-    acc = gl.zeros((ROWS, BN), gl.float32, layout)
-    if PINGPONG:
-        mbarrier.wait(turn.index(WG), (n_turn & 1) ^ (1 - WG))  # the first turn is warpgroup 0's
+    acc = gl.zeros((BM, BN), gl.float32, layout)
+    mbarrier.wait(turn.index(WG), (n_turn & 1) ^ (1 - WG))  # the first turn is warpgroup 0's
     for k in range(nk):
         slot = g % S
         mbarrier.wait(ready.index(slot), (g // S) & 1)
-        a = a_bufs.index(slot * PARTS + PART)
+        a = a_bufs.index(slot)
         b = b_bufs.index(slot)
         if TRANS:
             a = a.permute((1, 0))
@@ -146,8 +138,7 @@ def multiply(
         acc = warpgroup_mma_wait(1, deps=(acc,))  # the step before is done with its slot
         mbarrier.arrive(empty.index((g + S - 1) % S), count=1, pred=k > 0)
         g += 1
-    if PINGPONG:
-        mbarrier.arrive(turn.index(1 - WG), count=1)
+    mbarrier.arrive(turn.index(1 - WG), count=1)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(empty.index((g + S - 1) % S), count=1)
     return acc
@@ -177,37 +168,30 @@ def end_exp(acc, e_desc, stage, scale, reference, own, edge, m0, n0, N, sums, to
 @gluon.jit
 def exp_tiles(
     e_desc, scale, reference, own, part_sum, part_max, part_stride, stage, a_bufs, b_bufs, ready, empty, turn,
-    M, N, num_m, num_n, nk, WG: gl.constexpr, PINGPONG: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
-    S: gl.constexpr, GROUP: gl.constexpr, layout: gl.constexpr,
+    M, N, num_m, num_n, nk, WG: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, S: gl.constexpr,
+    GROUP: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup of `exp_kernel`."""
-    ROWS: gl.constexpr = BM if PINGPONG else BM // 2
-    start = gl.program_id(0)
-    step = gl.num_programs(0)
-    g = 0
+    """One warpgroup of `exp_kernel`: every other tile of the program."""
+    start = gl.program_id(0) + WG * gl.num_programs(0)
+    step = 2 * gl.num_programs(0)
+    g = WG * nk
     n_turn = 0
-    if PINGPONG:  # every other tile of the program
-        start += WG * step
-        step *= 2
-        g += WG * nk
     for t in range(start, num_m * num_n, step):
         pid_m, pid_n = tile_at(t, num_m, num_n, GROUP)
-        m0 = pid_m * BM + (0 if PINGPONG else WG * ROWS)
+        m0 = pid_m * BM
         n0 = pid_n * BN
         # Loaded before the sums are there, used after.
-        i = m0 + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+        i = m0 + gl.arange(0, BM, gl.SliceLayout(1, layout))
         ref = gl.load(reference + i, mask=i < M, other=float("inf"))
         at = gl.load(own + i, mask=i < M, other=-1).to(gl.int32)
-        acc = multiply(
-            a_bufs, b_bufs, ready, empty, turn, g, nk, n_turn, WG, False, PINGPONG, ROWS, BN, S, layout
-        )  # fmt: skip
-        g += nk * (2 if PINGPONG else 1)
+        acc = multiply(a_bufs, b_bufs, ready, empty, turn, g, nk, n_turn, WG, False, BM, BN, S, layout)
+        g += 2 * nk
         n_turn += 1
         # Few tiles have an own column or the right edge, so the others skip the comparison.
         edge = (gl.max(((at >= n0) & (at < n0 + BN)).to(gl.int32), axis=0) > 0) | (n0 + BN > N)
         x, y = halves(acc)
-        sums = gl.zeros((ROWS,), gl.float32, gl.SliceLayout(1, layout))
-        tops = gl.full((ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, layout))
+        sums = gl.zeros((BM,), gl.float32, gl.SliceLayout(1, layout))
+        tops = gl.full((BM,), float("-inf"), gl.float32, gl.SliceLayout(1, layout))
         sums, tops = end_exp(x, e_desc, stage, scale, ref, at, edge, m0, n0, N, sums, tops)
         sums, tops = end_exp(y, e_desc, stage, scale, ref, at, edge, m0, n0 + BN // 2, N, sums, tops)
         part = pid_n.to(gl.int64) * part_stride + i
@@ -223,8 +207,7 @@ def exp_tiles(
 )
 def exp_kernel(
     a_desc, b_desc, e_desc, scale, reference, own, part_sum, part_max, M, N, K, part_stride,
-    PINGPONG: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, S: gl.constexpr,
-    GROUP: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, S: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """See the module, and `similarity_kernel` for the numbers.
 
@@ -235,14 +218,12 @@ def exp_kernel(
         part_sum, part_max: [ceil(N / BN), part_stride] fp32.
         S: stages of the ring.
     """
-    PARTS: gl.constexpr = 1 if PINGPONG else 2
-    ROWS: gl.constexpr = BM // PARTS
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    a_bufs = gl.allocate_shared_memory(gl.bfloat16, [S * PARTS, ROWS, BK], a_desc.layout)
+    a_bufs = gl.allocate_shared_memory(gl.bfloat16, [S, BM, BK], a_desc.layout)
     b_bufs = gl.allocate_shared_memory(gl.bfloat16, [S, BN, BK], b_desc.layout)
-    stages = gl.allocate_shared_memory(gl.bfloat16, [2, ROWS, BN // 2], e_desc.layout)
+    stages = gl.allocate_shared_memory(gl.bfloat16, [2, BM, BN // 2], e_desc.layout)
     ready = barriers(S, 1)
-    empty = barriers(S, PARTS)
+    empty = barriers(S, 1)
     turn = barriers(2, 1)
     num_m = gl.cdiv(M, BM)
     num_n = gl.cdiv(N, BN)
@@ -250,11 +231,10 @@ def exp_kernel(
     factor = scalar(scale) * LOG2E
     gl.warp_specialize([
         (exp_tiles, (e_desc, factor, reference, own, part_sum, part_max, part_stride, stages.index(0), a_bufs, b_bufs,
-                     ready, empty, turn, M, N, num_m, num_n, nk, 0, PINGPONG, BM, BN, S, GROUP, layout)),
+                     ready, empty, turn, M, N, num_m, num_n, nk, 0, BM, BN, S, GROUP, layout)),
         (exp_tiles, (e_desc, factor, reference, own, part_sum, part_max, part_stride, stages.index(1), a_bufs, b_bufs,
-                     ready, empty, turn, M, N, num_m, num_n, nk, 1, PINGPONG, BM, BN, S, GROUP, layout)),
-        (load_tiles, (a_desc, b_desc, a_bufs, b_bufs, ready, empty, num_m, num_n, nk, False, PINGPONG, BM, BN, BK, S,
-                      GROUP)),
+                     ready, empty, turn, M, N, num_m, num_n, nk, 1, BM, BN, S, GROUP, layout)),
+        (load_tiles, (a_desc, b_desc, a_bufs, b_bufs, ready, empty, num_m, num_n, nk, False, BM, BN, BK, S, GROUP)),
     ], [4, 1], [240, 24])  # fmt: skip
 
 
@@ -288,7 +268,7 @@ def right_tiles(
     n_turn = 0
     for t in range(gl.program_id(0) + WG * step, num_m * num_n, 2 * step):
         pid_m, pid_n = tile_at(t, num_m, num_n, GROUP)
-        acc = multiply(a_bufs, b_bufs, ready, empty, turn, g, nk, n_turn, WG, True, True, BM, BN, S, layout)
+        acc = multiply(a_bufs, b_bufs, ready, empty, turn, g, nk, n_turn, WG, True, BM, BN, S, layout)
         g += 2 * nk
         n_turn += 1
         if SCALED:
@@ -326,6 +306,5 @@ def right_kernel(
                        SCALED, ACCUMULATE, PIECES, BM, BN, S, GROUP, layout)),
         (right_tiles, (out_desc, factor, stages.index(1), a_bufs, b_bufs, ready, empty, turn, num_m, num_n, nk, 1,
                        SCALED, ACCUMULATE, PIECES, BM, BN, S, GROUP, layout)),
-        (load_tiles, (a_desc, b_desc, a_bufs, b_bufs, ready, empty, num_m, num_n, nk, True, True, BM, BN, BK, S,
-                      GROUP)),
+        (load_tiles, (a_desc, b_desc, a_bufs, b_bufs, ready, empty, num_m, num_n, nk, True, BM, BN, BK, S, GROUP)),
     ], [4, 1], [240, 24])  # fmt: skip

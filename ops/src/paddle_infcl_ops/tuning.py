@@ -44,12 +44,10 @@ class HopperTile:
     """One launch configuration of the kernels in hopper_kernels.py: one program per multiprocessor, two warpgroups.
 
     Attributes:
-        pingpong: each warpgroup owns a tile of its own; else half the rows of one.
         BM, BN, BK, group: as for `Tile`.
         stages: of the ring of operands.
     """
 
-    pingpong: bool
     BM: int
     BN: int
     BK: int
@@ -59,12 +57,9 @@ class HopperTile:
 
 #: Whether plain bf16 losses on sm_90 take the hand-scheduled kernels of hopper.py.
 HOPPER = True
-#: Which of HOPPER_TILES writes E.
-HOPPER_EXP = "pingpong"
 HOPPER_TILES = {
-    "pingpong": HopperTile(True, 128, 128, 64, 6, 16),
-    "coop": HopperTile(False, 128, 256, 64, 4, 16),
-    "right": HopperTile(True, 128, 128, 64, 6, 8),
+    "exp": HopperTile(128, 128, 64, 6, 16),
+    "right": HopperTile(128, 128, 64, 6, 8),
 }
 
 # Kinds of work: "exp" and "prob" write a matrix, "lse" does not; "guide" is any of them with a second similarity;
@@ -133,7 +128,7 @@ def choose(kind: str, arch: int, width: int, fp32: bool, descriptors: bool) -> T
 
 def beside_hopper() -> Tile:
     """The general kernel's tile where the hand-scheduled one writes E: the repair puts its sums in the same places."""
-    return next(t for t in (_SM90["exp"], _SM90["exp_short"]) if t.BN == HOPPER_TILES[HOPPER_EXP].BN)
+    return next(t for t in (_SM90["exp"], _SM90["exp_short"]) if t.BN == HOPPER_TILES["exp"].BN)
 
 
 @functools.cache
