@@ -4,6 +4,9 @@
     python tests/gpu/two_processes.py gpu:0                      under two minutes
     TRITON_INTERPRET=1 python tests/gpu/two_processes.py cpu --scale 0.05 --width 21          a dry run
 
+So far every check has passed in the dry run only: on the one device where it was started, gloo ended the processes in
+their first message.
+
 NCCL wants a GPU per process. Here messages go through gloo by way of host memory: `HostCopies` stands in for the
 process group, below everything that the product does (its groups, both strategies, the ring's exchange with its
 thread). So this shows what is computed on a device, not how fast messages are; `two_gpus.py` does that.
