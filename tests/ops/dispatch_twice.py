@@ -23,14 +23,14 @@ from paddle_infcl_ops.views import Rows, vectors  # noqa: E402
 from tests.ops.note_taker import install, started  # noqa: E402
 
 
-def check(launch_once) -> None:
-    """First launch: Triton's way. Second: the shortcut. Both hand over the same."""
+def check(launch_once, known: bool = False) -> None:
+    """First launch: Triton's way, unless it is known. Second: the shortcut. Both hand over the same."""
     started.clear()
-    known = len(dispatch._compiled)
+    after = len(dispatch._compiled) + (not known)
     launch_once()
-    assert len(dispatch._compiled) == known + 1, "nothing was learned"
+    assert len(dispatch._compiled) == after, "nothing was learned"
     launch_once()
-    assert len(dispatch._compiled) == known + 1, "the second launch was not recognised"
+    assert len(dispatch._compiled) == after, "the second launch was not recognised"
     assert len(started) == 2 and started[0] == started[1], started
 
 
@@ -47,6 +47,11 @@ def hopper(block, E, ends, number) -> None:
         # Blocks of A, B and E: whole tiles of a warpgroup, E's in two halves.
         assert [x[3] for x in started[0][5:8]] == [(128, 64), (128, 64), (128, 64)]
     assert s.tile("exp").BN == 128
+    # A block without own columns leaves the row itself out, if it says which column that is.
+    itself = paddle.arange(256)
+    of_itself = Similarity(SimpleNamespace(**vars(block) | {"own": None, "self_column": itself}))
+    check(lambda: of_itself.launch(EXP, 50.0, (0, 256), (0, 256), kind="exp", out=E, **ends), known=True)
+    assert kernels() == {"exp_kernel"} and itself.data_ptr() in started[0]
     # Other rows: the same kernel, whatever their number and alignment.
     started.clear()
     known = len(dispatch._compiled)

@@ -39,9 +39,13 @@ def takes(arch: int, dtype) -> bool:
 
 
 def takes_block(s) -> bool:
-    """Whether a block (a `Similarity`) takes `exp_kernel` for its E: through descriptors, no rule but own columns."""
-    others = (s.self_column, s.limit, s.row_ids, s.guide_left, s.block.owner_rule, s.block.hardness)
-    return s.described and s.own is not None and all(x is None for x in others) and takes(s.arch, s.dtype)
+    """Whether a block (a `Similarity`) takes `exp_kernel` for its E: through descriptors, no rule but one column out.
+
+    That is the row's own, or where the block has none the row itself.
+    """
+    others = (s.limit, s.row_ids, s.guide_left, s.block.owner_rule, s.block.hardness)
+    one = (s.own is None) != (s.self_column is None)
+    return s.described and one and all(x is None for x in others) and takes(s.arch, s.dtype)
 
 
 def takes_product(arch: int, dtype, kind: str, a, b, out, *, gain, transposed, b_transposed, splits) -> bool:
@@ -66,8 +70,9 @@ def exp_launch(s, scale, rows: tuple[int, int], out, reference, part_sum, part_m
     left = _described(rows_from(s.left, r0), count, s.D, row_stride(s.left), (tile.BM, tile.BK))
     right = _described(s.right, s.N, s.D, row_stride(s.right), (tile.BN, tile.BK))
     e = _described(out, count, s.N, row_stride(out), (tile.BM, tile.BN // 2))
-    args = (exp_kernel, (min(s.sms, tiles),), left, right, e, scale, rows_from(reference, r0), rows_from(s.own, r0),
-            part_sum, part_max, count, s.N, s.D, part_stride)  # fmt: skip
+    out_of_sum = s.self_column if s.own is None else s.own
+    args = (exp_kernel, (min(s.sms, tiles),), left, right, e, scale, rows_from(reference, r0),
+            rows_from(out_of_sum, r0), part_sum, part_max, count, s.N, s.D, part_stride)  # fmt: skip
     return args, _constants(tile)
 
 
