@@ -111,6 +111,17 @@ def test_pieces_of_rows_beyond_a_few_add_up_in_fp32(budget, monkeypatch):
     close(got[:3], linear_label_logprobs(exact(hidden), exact(weight), labels, g=g)[:3], 2 * ROUNDING["bfloat16"])
 
 
+@pytest.mark.parametrize("V", [96 + 7, 96 + 40])
+def test_a_last_piece_too_short_for_all_splits(V, monkeypatch):
+    """Its product takes fewer splits than those before it; the sums of theirs count all the same."""
+    from paddle_infcl_ops import linear_plan
+
+    monkeypatch.setattr(linear_plan, "cut", lambda *_: (70, 96, 3))
+    hidden, weight, _, labels, g = make([1, 70], 24, V, spread=0.5)
+    got = run(hidden, weight, labels, g, backend="triton")
+    close(got[:3], linear_label_logprobs(exact(hidden), exact(weight), labels, g=g)[:3], 2 * ROUNDING["float32"])
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 def test_a_vocabulary_masked_by_its_bias(transposed):
     hidden, weight, bias, labels, g = make([1, 6], 8, 40)

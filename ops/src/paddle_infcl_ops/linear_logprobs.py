@@ -183,10 +183,12 @@ class _Vocabulary:
                             part_stride=columns)  # fmt: skip
                 if wants_hidden:
                     weight = Columns(self.weight, c0) if self.transposed else rows_from(self.weight, c0)
-                    used, split_rows = product(
+                    found = product(
                         "left", self.like(D), P, weight, sums, self.scale, M=m, N=D, K=n, gain=gain,
                         b_transposed=self.transposed, splits=used, accumulate=c0 > 0,
                     )  # fmt: skip
+                    if c0 == 0:  # a short piece at the end may need fewer splits, and the sums still are in all
+                        used, split_rows = found
                 if wants_weight:
                     kind = "right" if r0 > 0 else "right_once"
                     ends = {"K": m, "transposed": True, "gain": gain, "accumulate": r0 > 0}
