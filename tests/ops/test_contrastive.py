@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import numpy as np
 import paddle
 import pytest
@@ -174,6 +176,27 @@ def test_groups(dtype):
     own = np.arange(40)
     groups = [[q_to_p(own)], [{"left": "p", "right": "q", "own": own}]]
     compare(ops, arrays, groups, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_two_views_in_one_tensor(dtype, monkeypatch):
+    """NT-Xent: one tensor on both sides, own entries among its rows. No launch stores rows that it also adds to."""
+    from paddle_infcl_ops import one_pass
+
+    real, writes = one_pass.launch, []
+
+    def launch(kernel, grid, *args, **meta):
+        if kernel is one_pass.finish_kernel:
+            given = dict(zip(inspect.signature(kernel.fn).parameters, args, strict=False))
+            writes.append({name for name in ("out", "right_out") if given[name] is not None})
+        real(kernel, grid, *args, **meta)
+
+    monkeypatch.setattr(one_pass, "launch", launch)
+    arrays, _ = pair(40, 40)
+    rows = np.arange(40)
+    group = [{"left": "q", "right": "q", "own": (rows + 20) % 40, "self_column": rows}]
+    compare(ops, arrays, [group], dtype)
+    assert {"out"} in writes and {"right_out"} in writes and {"out", "right_out"} not in writes
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -213,12 +213,21 @@ def finish(
     right_out = None if right is None or own_coefficient is None else right.buffer
     if sums is None and right_out is None:
         return
-    launch(
-        finish_kernel, (cdiv(r1 - r0, 4),), sums, splits, split_rows, 0 if sums is None else row_stride(sums),
-        coefficient, own_coefficient, rows_from(s.own, r0), s.right, row_stride(s.right), rows_from(s.left, r0),
-        row_stride(s.left), rows_from(out, r0), s.D, right_out, rows_from(terms, r0), scale, r1 - r0, s.D,
-        ACCUMULATE=accumulate, ADD_TERMS=add_terms, ROWS=4, BD=row_block(s.D), num_warps=4,
-    )  # fmt: skip
+
+    def run(sums, out, right_out, terms):
+        launch(
+            finish_kernel, (cdiv(r1 - r0, 4),), sums, splits, split_rows, 0 if sums is None else row_stride(sums),
+            coefficient, own_coefficient, rows_from(s.own, r0), s.right, row_stride(s.right), rows_from(s.left, r0),
+            row_stride(s.left), rows_from(out, r0), s.D, right_out, rows_from(terms, r0), scale, r1 - r0, s.D,
+            ACCUMULATE=accumulate, ADD_TERMS=add_terms, ROWS=4, BD=row_block(s.D), num_warps=4,
+        )  # fmt: skip
+
+    if sums is not None and out is not None and out is right_out:
+        # One tensor on both sides: a program would store its rows while others add own terms to them.
+        run(sums, out, None, terms)
+        run(None, None, right_out, None)
+    else:
+        run(sums, out, right_out, terms)
 
 
 def own_similarity_of(s: Similarity, out, keep: bool = False):
