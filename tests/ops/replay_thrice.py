@@ -25,7 +25,8 @@ NAMES = ("self_column", "row_ids", "column_ids", "owner", "owner_rule", "limit",
 played: list = []
 
 
-def loss(dtype: str = "bfloat16", ids: bool = False, learnable: bool = False, offset: int = 0):
+def loss(dtype: str = "bfloat16", ids: bool = False, learnable: bool = False, offset: int = 0, groups: int = 1,
+         budget: int = 700 * 4 * N):  # fmt: skip
     """Computes one and returns (its inputs, what was started)."""
     q, p = (paddle.zeros([n, D]).astype(dtype) for n in (B, N))
     q.stop_gradient = p.stop_gradient = False
@@ -41,8 +42,8 @@ def loss(dtype: str = "bfloat16", ids: bool = False, learnable: bool = False, of
         inputs.append(scale)
     started.clear()
     value = ops.info_nce(
-        [[SimpleNamespace(left=q, right=p, own=inputs[2], row_offset=offset, **fields)]],
-        scale=scale, row_weights=1 / B, memory_budget=700 * 4 * N,
+        [[SimpleNamespace(left=q, right=p, own=inputs[2], row_offset=offset, **fields)] for _ in range(groups)],
+        scale=scale, row_weights=1 / B, memory_budget=budget,
     )  # fmt: skip
     notes = [list(note) for note in started]
     value.backward()  # which allocates, and may get memory that a forward gave back
@@ -98,6 +99,14 @@ def main() -> None:
     loss(offset=7)
     loss(dtype="float32")
     assert not played
+    # What groups give back before the next one starts, a tape would hold for all of them.
+    known = len(replay._tapes)
+    for _ in range(3):
+        loss(groups=2)
+    assert len(replay._tapes) == known and not played, "a tape beyond the budget"
+    for _ in range(3):
+        loss(groups=2, budget=64 << 20)
+    assert len(replay._tapes) == known + 1 and played
     print("the same")
 
 

@@ -125,7 +125,8 @@ class _Job:
             losses = empty([len(self.groups) * self.B], paddle.float32, self.tensors[0])
             self._log_sum_exps(losses)
             return _total(losses)
-        with replay.recording(key, inputs) as keep:
+        sums = sum(4 * math.prod(t.shape) for t in self.tensors)
+        with replay.recording(key, inputs, self.budget, sums) as keep:
             losses = empty([len(self.groups) * self.B], paddle.float32, self.tensors[0])
             self._one_pass(plans, losses)
             loss = _total(losses)

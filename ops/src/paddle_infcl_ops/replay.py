@@ -13,7 +13,7 @@ shortcut of dispatch.py.
 from __future__ import annotations
 
 from collections import OrderedDict
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from . import dispatch, driver
 from .views import Rows
@@ -31,9 +31,12 @@ class Tape:
 
     Args:
         inputs: tensors that exist before; others that a launch reads must come from `driver.empty` meanwhile.
+        scratch: most bytes of allocations that don't outlive the launches: a tape holds all of them at once, where
+            the launches had given back some before they took others.
+        results: at most so many bytes of the others.
     """
 
-    def __init__(self, inputs):
+    def __init__(self, inputs, scratch: int, results: int):
         self._slots = {id(t): k for k, t in enumerate(inputs)}
         self._kept = list(inputs)  # while recording, so that an id stays that of its tensor
         self._inputs = len(inputs)
@@ -41,12 +44,17 @@ class Tape:
         self._results: list[tuple] = []  # slot, shape, dtype
         self._starts: list[int] = []
         self._size = 0
+        self._most, self._room = scratch, scratch + results
 
     # --- writing
 
     def allocated(self, tensor) -> None:
         """Called by `driver.empty`."""
         if self._steps is None:
+            return
+        self._room -= _padded(tensor)
+        if self._room < 0:  # now, since what is recorded is kept until the end
+            self.abandon()
             return
         self._slots[id(tensor)] = len(self._kept)
         self._kept.append(tensor)
@@ -89,9 +97,9 @@ class Tape:
         for slot, t in enumerate(kept[self._inputs :], self._inputs):
             self._starts.append(self._size)
             if slot not in lasting:
-                self._size += -(-t.size * t.element_size() // _ALIGNMENT) * _ALIGNMENT
+                self._size += _padded(t)
         self._slots = {}
-        return self._size <= MOST_BYTES
+        return self._size <= self._most
 
     # --- playing
 
@@ -110,6 +118,10 @@ class Tape:
             for shortcut, grid, values in self._steps:
                 shortcut[grid](*[v.under(addresses) if isinstance(v, _Address) else v for v in values])
         return results
+
+
+def _padded(tensor) -> int:
+    return -(-tensor.size * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
 
 
 class _Address:
@@ -155,22 +167,25 @@ def find(key, like):
     active, index = dispatch.active_driver(like.place)
     if active.get_current_device() != index:
         return None
-    _tapes.move_to_end(key)
+    with suppress(KeyError):  # another thread may have thrown it out meanwhile
+        _tapes.move_to_end(key)
     return tape
 
 
 @contextmanager
-def recording(key, inputs):
+def recording(key, inputs, budget: int, results: int):
     """Writes a tape of the launches inside.
 
     Args:
         key: hashable; everything that the launches follow from besides addresses.
         inputs: the tensors that the launches may read, in an order that is the same for every loss of the key.
+        budget: bytes of scratch that the loss may take; plans keep to it but for small vectors and padding.
+        results: see `Tape`.
 
     Yields:
         A function that takes the results (see `Tape.close`) and files the tape.
     """
-    tape = Tape(inputs)
+    tape = Tape(inputs, min(MOST_BYTES, budget + budget // 4), results)
 
     def file(results) -> None:
         if tape.close(results):
