@@ -228,7 +228,7 @@ def label_backward_kernel(
         end = (V - head) // VEC * VEC
         i = tl.arange(0, 2 * VEC)
         i = tl.where(i < head, i, i + end)
-        z = tl.load(base + i, mask=(i < V) & live, other=0.0).to(tl.float32)
+        z = tl.load(base + i, mask=i < tl.where(live, V, 0), other=0.0).to(tl.float32)
         dz = slope_(z, top, log_sum, factor, down, bend, entropy, ENTROPY)
         dz = tl.where(i == label, own, dz)
         tl.store(out + i, dz.to(dlogits.dtype.element_ty), mask=i < V)
@@ -239,12 +239,16 @@ def label_backward_kernel(
         out = dlogits + out_offset
         label -= head
         end = tl.multiple_of(end, VEC)
+    # Of rows that get 0 nothing is read. (A mask with "& live" has the wrong type in the interpreter of Triton 3.9.)
+    seen = tl.where(live, end, 0)
+    if ALIGN:
+        seen = tl.multiple_of(seen, VEC)
     columns = tl.arange(0, BLOCK)
     # Loads run ahead of the stores, also in place: every entry is read once, before it is written.
     for start in tl.range(0, end, BLOCK, num_stages=3):
         at = start + columns
         w = tl.load(
-            base + offset_(at, sv, WIDE), mask=(at < end) & live, other=0.0, eviction_policy="evict_first"
+            base + offset_(at, sv, WIDE), mask=at < seen, other=0.0, eviction_policy="evict_first"
         ).to(tl.float32)  # fmt: skip
         dw = slope_(w, top, log_sum, factor, down, bend, entropy, ENTROPY)
         if (label >= start) & (label < start + BLOCK):
