@@ -125,7 +125,8 @@ def layout_from(groups: Sequence[Sequence[Block]], table: Sequence[Sequence[int]
     entry_of: dict[tuple, int] = {}
     entries, places, first_slots, rights = [], {}, [], 0
     for k, (slot, tensor) in enumerate(slots.items()):
-        key = tuple(line[k] for line in same)
+        # Owners are numbered anew (`numbered_owners`); ids that are the same tensor here must stay as they are.
+        key = (slot[2] == "owner", *(line[k] for line in same))
         if key not in entry_of:
             entry_of[key] = len(entries)
             entries.append(tensor)

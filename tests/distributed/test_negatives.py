@@ -79,6 +79,15 @@ def test_owners_are_numbered_over_all_processes():
     assert groups[0][0].owner is owner and groups[0][0].row_offset == 0
 
 
+def test_ids_that_are_the_owners_tensor_are_not_numbered():
+    rows = paddle.to_tensor([0, 1, -1])
+    groups = [[block(owner=rows, owner_rule="only", row_ids=paddle.arange(2), column_ids=rows)]]
+    found = layout(groups, groups)
+    numbered_owners(groups, found, 1)
+    assert found.entries[found.places[0, 0, "column_ids"]].tolist() == [0, 1, -1]
+    assert found.entries[found.places[0, 0, "owner"]].tolist() == [2, 3, -1]
+
+
 IDS = {"row_ids": paddle.ones([2], "int64"), "column_ids": paddle.ones([3], "int64")}
 GUIDE = Guide(paddle.ones([2, 5]), paddle.ones([3, 5]), paddle.ones([2]))
 
