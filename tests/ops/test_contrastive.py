@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+from types import SimpleNamespace
 
 import numpy as np
 import paddle
@@ -309,6 +310,26 @@ def test_incoming_gradient_and_two_backwards(dtype):
     for a, b, c in zip(once, thrice, again, strict=True):
         close(b, 3 * a.astype("float32").numpy(), 1e-3)
         np.testing.assert_array_equal(a.numpy(), c.numpy())
+
+
+def test_copies_do_not_wait_for_the_backward(monkeypatch):
+    """Of vectors that are stored the other way round, in one pass: the gradients are there, nothing else is kept."""
+    from paddle_infcl_ops import contrastive
+
+    jobs, real = [], contrastive._Job.forward
+    monkeypatch.setattr(contrastive._Job, "forward", lambda job: jobs.append(job) or real(job))
+    arrays, own = pair()
+    stored = [paddle.to_tensor(arrays[name].T.copy()).T for name in "qp"]
+    assert not any(t.is_contiguous() for t in stored)
+    for t in stored:
+        t.stop_gradient = False
+    names = ("self_column", "row_ids", "column_ids", "owner", "owner_rule", "limit", "guide", "hardness")
+    one = SimpleNamespace(left=stored[0], right=stored[1], own=paddle.to_tensor(own), row_offset=0)
+    vars(one).update(dict.fromkeys(names))
+    loss = ops.info_nce([[one]], scale=10.0, row_weights=1 / 37)
+    assert jobs[0].gradients is not None and jobs[0].groups is None
+    loss.backward()
+    assert all(t.grad.shape == t.shape for t in stored)
 
 
 def test_refusals():

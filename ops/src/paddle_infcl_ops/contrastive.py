@@ -204,6 +204,7 @@ class _Job:
                 rights=[self._of(gradients, s.right_source) for s in group], terms=terms, add_terms=k > 0,
             )  # fmt: skip
         self.gradients, self.scale_terms = gradients, terms
+        self.groups = None  # the backward needs neither the blocks nor what was copied to read them
 
     def _log_sum_exps(self, losses):
         self.lse, self.own = [], []
