@@ -167,7 +167,7 @@ def add_tile(out, x, row, col, rows, cols, stride, R: tl.constexpr, C: tl.conste
         add_tile(out, a, row, col, rows, cols, stride, R, C // 2, PARTS // 2, TMA)
         add_tile(out, b, row, col + C // 2, rows, cols, stride, R, C // 2, PARTS // 2, TMA)
     elif TMA:
-        out.atomic_add([row, col], x)
+        out.atomic_add([row, col], x.to(out.dtype))
     else:
         i = row + tl.arange(0, R)
         j = col + tl.arange(0, C)
