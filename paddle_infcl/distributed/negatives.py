@@ -28,6 +28,7 @@ from paddle_infcl.functional.counting import count_negatives
 from paddle_infcl.functional.hops import block_functions
 from paddle_infcl.functional.matryoshka import Matryoshka, prefix_groups
 from paddle_infcl.functional.row_losses import InfoNCE, RowLoss
+from paddle_infcl.functional.smoothing import check_smoothing
 from paddle_infcl.functional.tiles import accumulation_dtype
 from paddle_infcl.log import logger
 
@@ -137,6 +138,7 @@ def global_info_nce(
             disagree about what they share.
     """
     check_strategy(strategy)
+    check_smoothing(label_smoothing)
     rows = check_groups(groups)
     options = {"backend": backend, "memory_budget": memory_budget}
     options |= {} if row_loss is None else {"row_loss": row_loss}

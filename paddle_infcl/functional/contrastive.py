@@ -16,7 +16,7 @@ from paddle_infcl.functional.hops import block_functions
 from paddle_infcl.functional.matryoshka import Matryoshka, prefix_groups
 from paddle_infcl.functional.prefixes import prefix_info_nce
 from paddle_infcl.functional.row_losses import Debiased, RowLoss
-from paddle_infcl.functional.smoothing import own_above_mean
+from paddle_infcl.functional.smoothing import check_smoothing, own_above_mean
 from paddle_infcl.functional.streaming import streaming_info_nce
 from paddle_infcl.functional.tiles import accumulation_dtype
 from paddle_infcl.functional.two_pass import two_pass_loss
@@ -75,8 +75,7 @@ def info_nce(
         raise ValueError(f"memory_budget: a positive number of bytes is needed, got {memory_budget}")
     if isinstance(row_weights, Tensor) and list(row_weights.shape) != [rows]:
         raise ValueError(f"row_weights: needs shape [{rows}], has {list(row_weights.shape)}")
-    if not 0 <= label_smoothing < 1:
-        raise ValueError(f"label_smoothing: must be between 0 and 1 (without 1), got {label_smoothing}")
+    check_smoothing(label_smoothing)
     weights = 1.0 / max(rows, 1) if row_weights is None else row_weights
     first = groups[0][0].left
     scale = as_scale(temperature, first.dtype)

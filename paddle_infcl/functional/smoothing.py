@@ -31,6 +31,12 @@ from paddle_infcl.functional.streaming import Plan, kept_gradients, row_sums
 from paddle_infcl.functional.tiles import accumulation_dtype, fixed_mask, other_logits, set_own
 
 
+def check_smoothing(label_smoothing: float) -> None:
+    """Raises ValueError where the share is none."""
+    if not 0 <= label_smoothing < 1:
+        raise ValueError(f"label_smoothing: must be between 0 and 1 (without 1), got {label_smoothing}")
+
+
 def _drops(block: Block) -> bool:
     rules = (block.self_column, block.row_ids, block.owner_rule, block.limit, block.guide)
     return any(rule is not None for rule in rules)

@@ -132,6 +132,8 @@ def test_auto_goes_by_size_and_says_so_once(monkeypatch):
 def test_wrong_options():
     with pytest.raises(ValueError, match="negatives_strategy: 'rnig' is none of auto, gather, ring, local"):
         check_strategy("rnig")
+    with pytest.raises(ValueError, match="label_smoothing: must be between 0 and 1"):
+        global_info_nce([], temperature=1.0, ranks=Ranks(), label_smoothing=1.5)
 
 
 def test_one_process_needs_no_messages():

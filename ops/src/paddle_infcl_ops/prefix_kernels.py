@@ -157,8 +157,9 @@ def blend_kernel(
 
     The last E, which has its r_d,j already, lacks a factor per row only, and stays as it is.
     """
-    j = tl.program_id(0) * BN + tl.arange(0, BN)
-    i = tl.program_id(1) * BM + tl.arange(0, BM)
+    num_n = tl.cdiv(N, BN)
+    j = tl.program_id(0) % num_n * BN + tl.arange(0, BN)
+    i = tl.program_id(0) // num_n * BM + tl.arange(0, BM)
     both = (i < rows)[:, None] & (j < N)[None, :]
     factor = scalar(scale)
     blended = tl.zeros((BM, BN), dtype=tl.float32)

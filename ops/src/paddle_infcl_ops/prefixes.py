@@ -295,7 +295,7 @@ class _Job:
             M=M, BR=blend.BR, BM=blend.BM, BN=blend.BN, num_warps=blend.warps,
         )  # fmt: skip
         launch(
-            blend_kernel, (cdiv(N, blend.BN), cdiv(count, blend.BM)), E, self.coefficient,
+            blend_kernel, (cdiv(N, blend.BN) * cdiv(count, blend.BM),), E, self.coefficient,
             rows_from(self.inverse_left, r0), self.inverse_right, self.scale, *shape, M=M, BM=blend.BM, BN=blend.BN,
             num_warps=blend.warps,
         )  # fmt: skip
