@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 TEMPERATURE = 0.02
 # Matrices of similarities that a kind of loss has, where there are several.
@@ -72,3 +74,12 @@ CASES = {
         Case("1M", 1024 * _K, 1024 * _K, 1024),
     )
 }
+
+
+def report(row: dict, out: Path | None) -> None:
+    """Prints a result as one JSON line, and appends it to a file."""
+    line = json.dumps(row)
+    print(line, flush=True)
+    if out is not None:
+        with out.open("a") as file:
+            file.write(line + "\n")

@@ -11,7 +11,6 @@ entropy (liger-kernel), cut cross entropy (cut-cross-entropy). One JSON line per
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.cases import CASES, TEMPERATURE, Case
+from benchmarks.cases import CASES, TEMPERATURE, Case, report
 
 SCALE = 1 / TEMPERATURE
 LIMITS = {"dense": 2**31, "inf_cl": 2**31, "memeff": 2**31}  # of B * N: memory, and patience
@@ -115,14 +114,11 @@ def main() -> None:
             if wanted is not None and name not in wanted:
                 continue
             try:
-                line = json.dumps(run(case, name, loss))
+                result = run(case, name, loss)
             except Exception as error:
-                line = json.dumps({"case": case.name, "peer": name, "error": f"{type(error).__name__}: {error}"[:200]})
+                result = {"case": case.name, "peer": name, "error": f"{type(error).__name__}: {error}"[:200]}
             torch.cuda.empty_cache()
-            print(line, flush=True)
-            if arguments.out:
-                with arguments.out.open("a") as file:
-                    file.write(line + "\n")
+            report(result, arguments.out)
 
 
 if __name__ == "__main__":

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +28,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "ops" / "src")]
 import paddle_infcl_ops as ops  # noqa: E402
 from paddle_infcl_ops import driver  # noqa: E402
 
-from benchmarks.cases import CASES, TEMPERATURE, Case  # noqa: E402
+from benchmarks.cases import CASES, TEMPERATURE, Case, report  # noqa: E402
 from benchmarks.groups import groups_of, rows_of  # noqa: E402
 from benchmarks.vectors import unit_vectors  # noqa: E402
 
@@ -112,22 +112,22 @@ def main() -> None:
     parser.add_argument("--cases", default=";".join(CASES), help="names of cases.py, separated by semicolons")
     parser.add_argument("--repeat", type=int, default=0, help="repetitions; 0: as many as take about half a second")
     parser.add_argument("--out", type=Path, help="JSON lines are appended to this file as well")
+    parser.add_argument("--budget", type=int, help="memory_budget in MiB, instead of the cases'")
     arguments = parser.parse_args()
     use(arguments.device)
     ms: dict[str, float] = {}
     for name in arguments.cases.split(";"):
+        case = CASES[name]
+        if arguments.budget:
+            case = replace(case, budget=arguments.budget << 20)
         try:
-            result = run(CASES[name], arguments.repeat)
-            ms[name], than = result["ms"], CASES[name].than
-            if than in ms:
-                result |= {"than": than, "ratio": round(ms[name] / ms[than], 2)}
-            line = json.dumps(result)
+            result = run(case, arguments.repeat)
+            ms[name] = result["ms"]
+            if case.than in ms:
+                result |= {"than": case.than, "ratio": round(ms[name] / ms[case.than], 2)}
         except Exception as error:
-            line = json.dumps({"case": name, "error": f"{type(error).__name__}: {error}"[:300]})
-        print(line, flush=True)
-        if arguments.out:
-            with arguments.out.open("a") as file:
-                file.write(line + "\n")
+            result = {"case": name, "error": f"{type(error).__name__}: {error}"[:300]}
+        report(result, arguments.out)
 
 
 if __name__ == "__main__":

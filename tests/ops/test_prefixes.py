@@ -3,11 +3,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import paddle
@@ -21,6 +17,7 @@ from paddle_infcl.functional.contrastive import info_nce_groups
 from paddle_infcl.functional.matryoshka import matryoshka_loss
 from tests import oracle
 from tests.ops.blocks import TOLERANCE, close, number, prepare, rng, vectors
+from tests.ops.scripts import run
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -314,11 +311,5 @@ def test_a_margin_must_be_said():
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", [80, 90])
 def test_compiles(architecture, tmp_path):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    script = Path(__file__).parent / "compile_prefixes.py"
-    done = subprocess.run(
-        [sys.executable, script, str(architecture)], env=environment, capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert re.search(rf"\d+ launches compile for sm_{architecture}", done.stdout)
+    printed = run("compile_prefixes.py", str(architecture), cache=tmp_path)
+    assert re.search(rf"\d+ launches compile for sm_{architecture}", printed)

@@ -28,7 +28,7 @@ _DTYPES = (paddle.float32, paddle.float16, paddle.bfloat16)
 _LEAST_BUDGET = 512 << 20
 
 
-def _as_it_is(function):
+def as_it_is(function):
     """Keeps to_static from rewriting a function that knows static graphs itself.
 
     Where a graph may break (full_graph=False) it breaks here; in a full graph the function adds an operator.
@@ -39,7 +39,7 @@ def _as_it_is(function):
     return paddle.jit.not_to_static(function)
 
 
-@_as_it_is
+@as_it_is
 def info_nce(groups, *, scale, row_weights, memory_budget: int | None = None):
     """Contrastive loss over groups of blocks, with gradients for every left, every right and the scale.
 
@@ -74,10 +74,10 @@ def info_nce(groups, *, scale, row_weights, memory_budget: int | None = None):
     wanted = [learns and not t.stop_gradient for t in tensors]
     job = _Job(groups, tensors, scale, row_weights, memory_budget, wanted, learns)
     with static.Untraced():
-        return _InfoNCE.apply(job, scale, *tensors) if job.scale_is_tensor else _InfoNCE.apply(job, *tensors)
+        return RunsJob.apply(job, scale, *tensors) if job.scale_is_tensor else RunsJob.apply(job, *tensors)
 
 
-class _InfoNCE(PyLayer):
+class RunsJob(PyLayer):
     """No arithmetic of its own: runs a job. The tensors are arguments so that Paddle ties the gradients to them."""
 
     @staticmethod
@@ -108,20 +108,20 @@ class _Job:
 
     def forward(self):
         blocks, self.blocks = self.blocks, None  # their tensors bring the graph of the inputs along
-        key, inputs = self._signature(blocks)
-        tape = replay.find(key, inputs[0])
-        if tape is not None:
-            loss, *buffers = tape.play(inputs)
-            self._take(buffers)
-            return loss
+        gradients = (any(self.wanted) or self.wanted_scale) and self.tensors[0].dtype != paddle.float16
+        if gradients:  # one pass, if whole rows fit: what tapes are for
+            key, inputs = self._signature(blocks)
+            tape = replay.find(key, inputs[0])
+            if tape is not None:
+                loss, *buffers = tape.play(inputs)
+                self._take(buffers)
+                return loss
         self.groups = [
             [Similarity(b, *(self.tensors[self.sources[id(t)]] for t in (b.left, b.right))) for b in group]
             for group in blocks
         ]
-        plans = None
-        if (any(self.wanted) or self.wanted_scale) and self.tensors[0].dtype != paddle.float16:
-            plans = [one_pass.plan(group, self.budget) for group in self.groups]
-        if not plans or not all(plans):
+        plans = [one_pass.plan(group, self.budget) for group in self.groups] if gradients else [None]
+        if not all(plans):
             losses = empty([len(self.groups) * self.B], paddle.float32, self.tensors[0])
             self._log_sum_exps(losses)
             return _total(losses)

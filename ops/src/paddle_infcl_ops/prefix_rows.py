@@ -9,7 +9,7 @@ rows.py for the same kernels of one width.
 import triton
 import triton.language as tl
 
-from .rows import LARGEST_LEAD, LARGEST_SUM, SMALLEST_SUM, changing, sigmoid_, softplus_
+from .rows import LARGEST_LEAD, changing, checked_, sigmoid_, softplus_
 from .tiles import LN2, LOG2E, scalar
 
 
@@ -106,18 +106,10 @@ def check_prefix_kernel(
     """`check_kernel` of rows.py for prefix program_id(1): total [M, part_stride], flags [M, ceil(rows / ROWS)]."""
     s = tl.program_id(1)
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    acc = tl.zeros((BT, ROWS), dtype=tl.float32)
-    top = tl.full((BT, ROWS), float("-inf"), dtype=tl.float32)
-    for t in range(0, tiles, BT):
-        k = t + tl.arange(0, BT)
-        at = (s * tiles + k).to(tl.int64)[:, None] * part_stride + i[None, :]
-        inside = (k < tiles)[:, None] & (i < rows)[None, :]
-        acc += tl.load(part_sum + at, mask=inside, other=0.0)
-        top = tl.maximum(top, tl.load(part_max + at, mask=inside, other=float("-inf")))
-    row_sum = tl.sum(acc, axis=0)
-    row_top = tl.max(top, axis=0)
-    fine = (row_sum > SMALLEST_SUM) & (row_sum < LARGEST_SUM)
-    again = (row_top > float("-inf")) & (fine == 0) & (i < rows)
+    parts = tl.cast(s, tl.int64) * tiles * part_stride
+    row_sum, row_top, again = checked_(
+        part_sum + parts, part_max + parts, i, rows, tiles, part_stride, ROWS, BT
+    )  # fmt: skip
     tl.store(total + s * part_stride + i, row_sum, mask=i < rows)
     tl.store(reference + s * vector_stride + i, row_top, mask=again)
     tl.store(flags + s * tl.num_programs(0) + tl.program_id(0), tl.max(again.to(tl.int32), axis=0))

@@ -26,10 +26,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import paddle
-from paddle.autograd import PyLayer
 
 from . import prefix_plan, static, tuning
-from .contrastive import _as_it_is
+from .contrastive import RunsJob, as_it_is
 from .dispatch import launch
 from .driver import empty, is_interpreting
 from .gradients import scaled
@@ -55,7 +54,7 @@ _SAMPLES = 128
 FEWEST_ROWS = 256
 
 
-@_as_it_is
+@as_it_is
 def prefix_info_nce(
     block, dims: Sequence[int], weights: Sequence[float], *, scale, row_weights, margin: float | None = None,
     memory_budget: int | None = None,
@@ -94,7 +93,7 @@ def prefix_info_nce(
         return None
     tensors = (scale, left, right) if job.learnable else (left, right)
     with static.Untraced():
-        return _PrefixInfoNCE.apply(job, *tensors)
+        return RunsJob.apply(job, *tensors)
 
 
 def sweeps(groups) -> bool:
@@ -107,19 +106,6 @@ def sweeps(groups) -> bool:
     block = groups[0][0]
     others = (block.owner_rule, block.guide, block.hardness)
     return block.left is not block.right and block.own is not None and all(rule is None for rule in others)
-
-
-class _PrefixInfoNCE(PyLayer):
-    """No arithmetic of its own: runs a job. The tensors are arguments so that Paddle ties the gradients to them."""
-
-    @staticmethod
-    def forward(ctx, job, *tensors):
-        ctx.job = job
-        return job.forward()
-
-    @staticmethod
-    def backward(ctx, incoming):
-        return ctx.job.backward(incoming)
 
 
 class _Job:

@@ -131,12 +131,9 @@ def reference_kernel(
     tl.store(reference + i, ref, mask=i < rows)
 
 
-@changing
-def check_kernel(
-    part_sum, part_max, total, reference, flags, rows, tiles, part_stride, ROWS: tl.constexpr, BT: tl.constexpr
-):  # fmt: skip
-    """total_i = the sum of a row's tiles. Rows out of range get their true reference, and their ROWS rows a flag."""
-    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+@triton.jit
+def checked_(part_sum, part_max, i, rows, tiles, part_stride, ROWS: tl.constexpr, BT: tl.constexpr):
+    """(sum, largest, whether the reference was too bad a guess) over the tiles of rows i [ROWS]."""
     acc = tl.zeros((BT, ROWS), dtype=tl.float32)
     top = tl.full((BT, ROWS), float("-inf"), dtype=tl.float32)
     for t in range(0, tiles, BT):
@@ -148,7 +145,16 @@ def check_kernel(
     row_sum = tl.sum(acc, axis=0)
     row_top = tl.max(top, axis=0)
     fine = (row_sum > SMALLEST_SUM) & (row_sum < LARGEST_SUM)
-    again = (row_top > float("-inf")) & (fine == 0) & (i < rows)
+    return row_sum, row_top, (row_top > float("-inf")) & (fine == 0) & (i < rows)
+
+
+@changing
+def check_kernel(
+    part_sum, part_max, total, reference, flags, rows, tiles, part_stride, ROWS: tl.constexpr, BT: tl.constexpr
+):  # fmt: skip
+    """total_i = the sum of a row's tiles. Rows out of range get their true reference, and their ROWS rows a flag."""
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row_sum, row_top, again = checked_(part_sum, part_max, i, rows, tiles, part_stride, ROWS, BT)
     tl.store(total + i, row_sum, mask=i < rows)
     tl.store(reference + i, row_top, mask=again)
     tl.store(flags + tl.program_id(0), tl.max(again.to(tl.int32), axis=0))
