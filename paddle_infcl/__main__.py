@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m paddle_infcl`, the same as the command `paddle-infcl`."""
 
-import sys
-
-from paddle_infcl.cli import main
+from paddle_infcl.cli import program
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program()

@@ -7,6 +7,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from paddle_infcl import __version__
 from paddle_infcl.log import logger
@@ -93,5 +94,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
+def program(argv: Sequence[str] | None = None) -> NoReturn:
+    """`main` as a whole process, ended with its exit code; one of several processes ends at once (`end_process`)."""
+    code = main(argv)
+    if "paddle" in sys.modules:
+        from paddle_infcl.distributed.watch import end_process
+
+        end_process(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    program()

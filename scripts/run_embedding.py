@@ -9,8 +9,7 @@ The same as `paddle-infcl train`.
 
 import sys
 
-from paddle_infcl.cli import main
-from paddle_infcl.distributed.watch import end_process
+from paddle_infcl.cli import program
 
 if __name__ == "__main__":
-    end_process(main(["train", *sys.argv[1:]]))
+    program(["train", *sys.argv[1:]])

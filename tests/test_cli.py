@@ -13,7 +13,7 @@ import yaml
 
 from paddle_infcl import kernels
 from paddle_infcl.checks import ConfigError, Problem
-from paddle_infcl.cli import main
+from paddle_infcl.cli import main, program
 from paddle_infcl.commands import estimate, train
 from tests.training import make_model, make_tokenizer, write_pairs
 
@@ -357,6 +357,17 @@ def test_the_script_and_the_module(folder, tmp_path):
     module = [sys.executable, "-m", "paddle_infcl", "train", "--group_size", "0"]
     done = subprocess.run(module, env=environment, capture_output=True, text=True, cwd=tmp_path, timeout=200)
     assert done.returncode == 1 and "output_dir: is needed" in done.stderr
+
+
+def test_one_process_of_several_ends_at_once(monkeypatch):
+    """Whatever starts it: the interpreter's own end now and then aborts in Paddle's process groups."""
+    ended = []
+    monkeypatch.setattr("paddle_infcl.distributed.watch.dist.is_initialized", lambda: True)
+    monkeypatch.setattr("paddle_infcl.distributed.watch.dist.get_world_size", lambda: 2)
+    monkeypatch.setattr("paddle_infcl.distributed.watch.os._exit", ended.append)
+    with pytest.raises(SystemExit, match="1"):
+        program(["train", "no_such.yaml"])
+    assert ended == [1]
 
 
 def test_ctrl_c(folder, tmp_path, monkeypatch, caplog):

@@ -14,6 +14,7 @@ import sys
 from contextlib import nullcontext
 import numpy as np, paddle
 from paddle.distributed.fleet.utils.hybrid_parallel_util import fused_allreduce_gradients
+from paddle_infcl.distributed.watch import end_process
 from paddle_infcl.modeling import SentenceEncoder
 from tests.test_modeling import enable_recompute
 from tests.tiny_models import backbone, batch
@@ -46,6 +47,7 @@ for kind, recompute in (("bert", False), ("bert", True), ("xlm-roberta", True), 
         fused_allreduce_gradients(list(model.parameters()), None)
     gradients = {n: p.grad.numpy() for n, p in encoder.named_parameters() if p.grad is not None}
     np.savez(f"{out}-{kind}-{recompute}-{world}-{rank}.npz", **gradients)
+end_process(0)
 """
 
 

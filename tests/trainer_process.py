@@ -64,3 +64,6 @@ def main(folder: Path, runs: dict) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    from paddle_infcl.distributed.watch import end_process
+
+    end_process(0)

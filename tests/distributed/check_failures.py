@@ -12,6 +12,7 @@ import paddle
 import paddle.distributed as dist
 
 from paddle_infcl.distributed.ranks import Ranks
+from paddle_infcl.distributed.watch import end_process
 from paddle_infcl.losses import InfCLLoss
 
 
@@ -37,3 +38,4 @@ def main(strategy: str, where: str) -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    end_process(0)

@@ -16,6 +16,7 @@ import paddle.distributed as dist
 
 from paddle_infcl.distributed.negatives import global_info_nce
 from paddle_infcl.distributed.ranks import Ranks
+from paddle_infcl.distributed.watch import end_process
 from paddle_infcl.gradcache import window_step
 from paddle_infcl.losses import InfCLLoss
 from paddle_infcl.objectives import InfoNCEObjective, ObjectiveLoss, Qwen3Objective, RankingObjective
@@ -238,3 +239,4 @@ def disagreement(ranks: Ranks) -> None:
 
 if __name__ == "__main__":
     main(*map(int, sys.argv[1:]))
+    end_process(0)

@@ -8,6 +8,7 @@ import paddle
 import paddle.distributed as dist
 
 from paddle_infcl.distributed.vocab_parallel import vocab_parallel_logprobs_of_labels
+from paddle_infcl.distributed.watch import end_process
 from tests.functional.oracle_logprobs import linear_label_logprobs
 
 CUTS = [0, 13, 40]
@@ -39,3 +40,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    end_process(0)

@@ -9,7 +9,7 @@ import time
 
 import paddle.distributed as dist
 
-from paddle_infcl.distributed.watch import ending_together
+from paddle_infcl.distributed.watch import end_process, ending_together
 
 GRACE = 2.0
 
@@ -36,3 +36,4 @@ def main(what: str) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1])
+    end_process(0)
