@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from .rows import sigmoid_
-from .tiles import LOG2E, load_tile, scalar, store_tile, tile_at
+from .tiles import LOG2E, load_tile, scalar, tile_at, write_tile
 
 # Numbers and pointers that change from chunk to chunk must not compile anew.
 _CHANGING = ["rows", "first", "last", "part_stride"]
@@ -89,7 +89,7 @@ def vocabulary_kernel(
             if part_bias is not None:
                 sums = tl.sum(tl.where((i < rows)[:, None], p, 0.0), axis=0)
                 tl.store(part_bias + pid_m.to(tl.int64) * part_stride + (j - first), sums, mask=j < last)
-            store_tile(out, p, m0, n0 - first, rows, last - first, out_stride, BM, BN, PARTS, OUT_TMA)
+            write_tile(out, p, m0, n0 - first, rows, last - first, out_stride, BM, BN, PARTS, OUT_TMA, False)
         else:
             if holds_label | (n0 + BN > last):
                 is_own = column[None, :] == here[:, None]

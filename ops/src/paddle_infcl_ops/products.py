@@ -9,7 +9,7 @@ They are the second and the third product of a loss: dleft = E @ right and drigh
 import triton
 import triton.language as tl
 
-from .tiles import add_tile, load_tile, scalar, store_tile, tile_at
+from .tiles import load_tile, scalar, tile_at, write_tile
 
 
 @triton.jit
@@ -54,7 +54,4 @@ def product_kernel(
             factor = factor * (tl.load(gain) * (1.0 / 32768))
         acc = acc * factor
         row = split * split_rows + m0
-        if ACCUMULATE:
-            add_tile(out, acc, row, n0, split * split_rows + M, N, out_stride, BM, BN, PARTS, OUT_TMA)
-        else:
-            store_tile(out, acc, row, n0, split * split_rows + M, N, out_stride, BM, BN, PARTS, OUT_TMA)
+        write_tile(out, acc, row, n0, split * split_rows + M, N, out_stride, BM, BN, PARTS, OUT_TMA, ACCUMULATE)

@@ -142,38 +142,48 @@ def drop_same_id(z, row_ids, column_ids, m0, n0, rows, N, IDS: tl.constexpr, R: 
 
 
 @triton.jit
-def store_tile(out, x, row, col, rows, cols, stride, R: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr,
-               TMA: tl.constexpr):  # fmt: skip
-    """out[row : row + R, col : col + C] = x, cast; PARTS (1, 2, 4) bounds the shared memory that this takes."""
-    if PARTS > 1:
-        a, b = halves(x, R, C)
-        store_tile(out, a, row, col, rows, cols, stride, R, C // 2, PARTS // 2, TMA)
-        store_tile(out, b, row, col + C // 2, rows, cols, stride, R, C // 2, PARTS // 2, TMA)
-    elif TMA:
-        out.store([row, col], x.to(out.dtype))
-    else:
-        i = row + tl.arange(0, R)
-        j = col + tl.arange(0, C)
-        at = out + i.to(tl.int64)[:, None] * stride + j[None, :]
-        tl.store(at, x.to(out.dtype.element_ty), mask=(i < rows)[:, None] & (j < cols)[None, :])
-
-
-@triton.jit
-def add_tile(out, x, row, col, rows, cols, stride, R: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr,
-             TMA: tl.constexpr):  # fmt: skip
-    """out[row : row + R, col : col + C] += x; every entry belongs to one program, so the order is fixed."""
-    if PARTS > 1:
-        a, b = halves(x, R, C)
-        add_tile(out, a, row, col, rows, cols, stride, R, C // 2, PARTS // 2, TMA)
-        add_tile(out, b, row, col + C // 2, rows, cols, stride, R, C // 2, PARTS // 2, TMA)
-    elif TMA:
-        out.atomic_add([row, col], x.to(out.dtype))
+def _write(out, x, row, col, rows, cols, stride, R: tl.constexpr, C: tl.constexpr, TMA: tl.constexpr,
+           ADD: tl.constexpr):  # fmt: skip
+    if TMA:
+        if ADD:
+            out.atomic_add([row, col], x.to(out.dtype))
+        else:
+            out.store([row, col], x.to(out.dtype))
     else:
         i = row + tl.arange(0, R)
         j = col + tl.arange(0, C)
         inside = (i < rows)[:, None] & (j < cols)[None, :]
         at = out + i.to(tl.int64)[:, None] * stride + j[None, :]
-        tl.store(at, tl.load(at, mask=inside, other=0.0) + x, mask=inside)
+        if ADD:
+            x = tl.load(at, mask=inside, other=0.0) + x
+        tl.store(at, x.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _write_parts(out, x, row, col, rows, cols, stride, R: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr,
+                 TMA: tl.constexpr, ADD: tl.constexpr):  # fmt: skip
+    if PARTS == 1:
+        _write(out, x, row, col, rows, cols, stride, R, C, TMA, ADD)
+    else:
+        a, b = halves(x, R, C)
+        _write(out, a, row, col, rows, cols, stride, R, C // 2, TMA, ADD)
+        _write(out, b, row, col + C // 2, rows, cols, stride, R, C // 2, TMA, ADD)
+
+
+@triton.jit
+def write_tile(out, x, row, col, rows, cols, stride, R: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr,
+               TMA: tl.constexpr, ADD: tl.constexpr):  # fmt: skip
+    """out[row : row + R, col : col + C] = x, cast, or += x with ADD.
+
+    Every entry belongs to one program, so the order of additions is fixed. PARTS (1, 2, 4) bounds the shared memory
+    that this takes; Triton 3.3 and 3.4 can't compile a function that calls itself.
+    """
+    if PARTS < 4:
+        _write_parts(out, x, row, col, rows, cols, stride, R, C, PARTS, TMA, ADD)
+    else:
+        a, b = halves(x, R, C)
+        _write_parts(out, a, row, col, rows, cols, stride, R, C // 2, 2, TMA, ADD)
+        _write_parts(out, b, row, col + C // 2, rows, cols, stride, R, C // 2, 2, TMA, ADD)
 
 
 @triton.jit
@@ -285,9 +295,10 @@ def similarity_kernel(
             )
             z = s * (scalar(scale) * LOG2E)
 
-            if OWNER_RULE != _NONE or HARDNESS == _OWN or HARDNESS == _OTHERS:
+            BY_OWNER: tl.constexpr = HARDNESS == _OWN or HARDNESS == _OTHERS
+            if OWNER_RULE != _NONE or BY_OWNER:
                 belongs = tl.load(owner + j, mask=j < N, other=-1).to(tl.int32)
-            if OWNER_RULE == _ONLY or HARDNESS == _OWN or HARDNESS == _OTHERS:
+            if OWNER_RULE == _ONLY or BY_OWNER:
                 mine = belongs[None, :] == (row_offset + i)[:, None]
             if HARDNESS == _ALL:
                 z += s * (strength * LOG2E)
@@ -329,4 +340,4 @@ def similarity_kernel(
                     tl.store(part_sum + part, tl.sum(e, axis=1), mask=i < rows)
                 else:
                     e = tl.exp2(z - ref[:, None]) * tl.load(factor + i, mask=i < rows, other=0.0)[:, None]
-                store_tile(out, e, m0, n0, rows, N, out_stride, BM, BN, PARTS, OUT_TMA)
+                write_tile(out, e, m0, n0, rows, N, out_stride, BM, BN, PARTS, OUT_TMA, False)
