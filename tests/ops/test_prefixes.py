@@ -301,6 +301,14 @@ def test_what_is_computed_one_by_one():
             assert np.abs(a - b).max() <= 1e-5 * np.abs(b).max(), name
 
 
+def test_triton_3_3_computes_prefixes_one_by_one(monkeypatch):
+    (q, p), own = leaves()
+    groups = [[Block(q, p, own=own)]]
+    assert prefixes.sweeps(groups)
+    monkeypatch.setattr("triton.__version__", "3.3.1")
+    assert not prefixes.sweeps(groups)
+
+
 def test_a_margin_must_be_said():
     (q, p), own = leaves()
     groups = info_nce_groups(q, p, own=own, margin=0.1)

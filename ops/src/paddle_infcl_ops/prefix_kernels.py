@@ -10,8 +10,9 @@ import triton.language as tl
 
 from .prefix_rows import share
 from .rows import changing
-from .tiles import LN2, LOG2E, SLACK, add_tile, drop_same_id, load_tile, scalar, store_tile, tile_at
+from .tiles import LOG2E, SLACK, drop_same_id, load_tile, scalar, tile_at, write_tile
 
+SMALLEST = tl.constexpr(2.0**-126)
 _VECTORS = ["reference", "own", "self_column", "row_ids", "column_ids", "inverse_left", "cosine", "flags"]
 
 
@@ -106,75 +107,88 @@ def sweep_kernel(
                         e = e * share(r)[None, :]
                     # Zeros behind the last row too: products through descriptors see them.
                     last = (s + 1) * out_rows
-                    store_tile(out, e, s * out_rows + m0, n0, last, N, out_stride, BM, BN, PARTS, OUT_TMA)
+                    write_tile(out, e, s * out_rows + m0, n0, last, N, out_stride, BM, BN, PARTS, OUT_TMA, False)
 
 
-@changing
-def radial_sums_kernel(
-    E, coefficient, inverse_right, reference, row_parts, column_parts, rows, N, E_stride, E_rows, part_stride,
-    vector_stride,
-    M: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """The sums of G z that the lengths' gradients need; G_s,ij = coefficient_s,i E_s,ij, and z comes out of E again.
+@triton.jit
+def log2_(x, FAST: tl.constexpr):
+    """log2(x) of normal numbers. The accurate one takes 20 instructions; FAST is the GPU's own, right to 2^-22."""
+    if FAST:
+        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+    else:
+        return tl.log2(x)
 
-    row_parts [M, ceil(N / BN), part_stride]: sum_j; column_parts [ceil(rows / BR), M, N], may be None: sum_i.
 
-    A program walks down BR rows of one prefix, BM at a time. With whole rows per warp, sums over columns stay inside a
-    warp, and those over rows inside a thread until the end.
-    """
-    pid_n = tl.program_id(0)
-    pid_m = tl.program_id(1)
-    s = tl.program_id(2)
-    j = pid_n * BN + tl.arange(0, BN)
-    columns = tl.zeros((BM, BN), dtype=tl.float32)
-    undone = tl.full((BN,), 1.0, dtype=tl.float32)
-    if s == M - 1:  # the last E has its factor per column already
-        g = share(tl.load(inverse_right + s * N + j, mask=j < N, other=0.0))
-        undone = tl.where(g > 0, 1.0 / tl.where(g > 0, g, 1.0), 0.0)
-    for step in range(0, BR, BM):
-        i = pid_m * BR + step + tl.arange(0, BM)
-        at = E + (s * E_rows + i).to(tl.int64)[:, None] * E_stride + j[None, :]
-        e = tl.load(at, mask=(i < rows)[:, None] & (j < N)[None, :], other=0.0).to(tl.float32) * undone[None, :]
-        a = tl.load(coefficient + s * part_stride + i, mask=i < rows, other=0.0)
-        ref = tl.load(reference + s * vector_stride + i, mask=i < rows, other=0.0)
-        z = (tl.log2(tl.where(e > 0, e, 1.0)) + ref[:, None]) * LN2
-        product = e * a[:, None] * z
-        part = (s * tl.num_programs(0) + pid_n).to(tl.int64) * part_stride + i
-        tl.store(row_parts + part, tl.sum(product, axis=1), mask=i < rows)
-        if column_parts is not None:
-            columns += product
-    if column_parts is not None:
-        at = column_parts + (pid_m * M + s).to(tl.int64) * N + j
-        tl.store(at, tl.sum(columns, axis=0), mask=j < N)
+@triton.jit
+def read_row(E, i, j, N, E_stride, E_rows, M: tl.constexpr):
+    """Row i of every E, the widest prefix first."""
+    read = ()
+    for t in tl.static_range(M):
+        at = E + tl.cast((M - 1 - t) * E_rows + i, tl.int64) * E_stride + j
+        read = read + (tl.load(at, mask=j < N, other=0.0),)
+    return read
 
 
 @changing
 def blend_kernel(
-    E, coefficient, inverse_left, inverse_right, scale, rows, N, E_stride, E_rows, part_stride, vector_stride,
-    M: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    E, per_row, inverse_right, row_parts, column_parts, rows, N, E_stride, E_rows, part_stride,
+    M: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """E becomes C, in place: C_s = sum over d >= s of scale r_d,i G_d,ij r_d,j, G_d = coefficient_d,i E_d.
+    """E becomes C, in place, and the sums of G z that the lengths' gradients need are made on the way.
 
-    The last E, which has its r_d,j already, lacks a factor per row only, and stays as it is.
+    C_s = sum over d >= s of scale r_d,i G_d,ij r_d,j; G_d = coefficient_d,i E_d, and z comes out of E again. The last
+    E, which has its r_d,j already, lacks a factor per row only, and stays as it is.
+
+    Args:
+        per_row: [rows, M, 3] fp32, see `state_prefix_kernel`.
+        row_parts: [ceil(N / BN), part_stride, M] fp32: sum_j G z.
+        column_parts: [ceil(rows / BR), M, N] fp32: sum_i G z; may be None.
+
+    A program, meant to be one warp, walks down BR rows: sums over columns stay inside it, those over rows inside a
+    thread. A row is read while the one above is worked on, and all of it before any is written: as far as the compiler
+    knows these are the same memory, and it would wait for each in turn.
     """
     num_n = tl.cdiv(N, BN)
-    j = tl.program_id(0) % num_n * BN + tl.arange(0, BN)
-    i = tl.program_id(0) // num_n * BM + tl.arange(0, BM)
-    both = (i < rows)[:, None] & (j < N)[None, :]
-    factor = scalar(scale)
-    blended = tl.zeros((BM, BN), dtype=tl.float32)
-    for s in tl.static_range(M - 1, -1, -1):
-        at = E + (s * E_rows + i).to(tl.int64)[:, None] * E_stride + j[None, :]
-        e = tl.load(at, mask=both, other=0.0).to(tl.float32)
-        a = tl.load(coefficient + s * part_stride + i, mask=i < rows, other=0.0)
-        f = share(tl.load(inverse_left + s * vector_stride + i, mask=i < rows, other=0.0))
-        outer = e * (a * f * factor)[:, None]
-        if s == M - 1:
-            blended += outer
-        else:
-            g = share(tl.load(inverse_right + s * N + j, mask=j < N, other=0.0))
-            blended += outer * g[None, :]
-            tl.store(at, blended.to(E.dtype.element_ty), mask=both)
+    pid_n = tl.program_id(0) % num_n
+    pid_m = tl.program_id(0) // num_n
+    j = pid_n * BN + tl.arange(0, BN)
+    shares = ()  # widest prefix first, as everything here
+    columns = ()
+    for t in tl.static_range(M):
+        shares = shares + (share(tl.load(inverse_right + (M - 1 - t) * N + j, mask=j < N, other=0.0)),)
+        columns = columns + (tl.zeros((BN,), dtype=tl.float32),)
+    undone = tl.where(shares[0] > 0, 1.0 / tl.where(shares[0] > 0, shares[0], 1.0), 0.0)
+    end = tl.minimum(rows, pid_m * BR + BR)
+    following = read_row(E, pid_m * BR, j, N, E_stride, E_rows, M)
+    for i in range(pid_m * BR, end):
+        read = following
+        following = read_row(E, tl.minimum(i + 1, end - 1), j, N, E_stride, E_rows, M)
+        factors = ()
+        for t in tl.static_range(M):
+            at = per_row + tl.cast(i, tl.int64) * (3 * M) + 3 * (M - 1 - t)
+            factors = factors + ((tl.load(at), tl.load(at + 1), tl.load(at + 2)),)
+        blended = tl.zeros((BN,), dtype=tl.float32)
+        summed = ()
+        for t in tl.static_range(M):
+            of_sums, of_blend, ref = factors[t]
+            e = read[t].to(tl.float32)
+            if t == 0:
+                blended += e * of_blend
+                e = e * undone
+            else:
+                blended += e * of_blend * shares[t]
+                at = E + tl.cast((M - 1 - t) * E_rows + i, tl.int64) * E_stride + j
+                tl.store(at, blended.to(E.dtype.element_ty), mask=j < N)
+            # Zeros add nothing, whatever their logarithm, as long as it is a number.
+            product = e * (log2_(tl.maximum(e, SMALLEST), FAST) + ref)
+            part = (tl.cast(pid_n, tl.int64) * part_stride + i) * M + M - 1 - t
+            tl.store(row_parts + part, tl.sum(product, axis=0) * of_sums)
+            summed = summed + (columns[t] + product * of_sums,)
+        columns = summed
+    if column_parts is not None:
+        for t in tl.static_range(M):
+            at = column_parts + tl.cast(pid_m * M + M - 1 - t, tl.int64) * N + j
+            tl.store(at, columns[t], mask=j < N)
 
 
 @triton.jit(do_not_specialize=["K", "k_per_split", "split_rows"])
@@ -216,7 +230,4 @@ def segments_kernel(
         y = load_tile(b, k, n0 - SHIFT, K, end - SHIFT, b_stride, BK, BN, TMA, UPCAST)
         acc = tl.dot(x, y, acc, input_precision=PRECISION)
     row = split * split_rows + m0
-    if ACCUMULATE:
-        add_tile(out, acc, row, n0, split * split_rows + rows, end, out_stride, BM, BN, PARTS, False)
-    else:
-        store_tile(out, acc, row, n0, split * split_rows + rows, end, out_stride, BM, BN, PARTS, False)
+    write_tile(out, acc, row, n0, split * split_rows + rows, end, out_stride, BM, BN, PARTS, False, ACCUMULATE)

@@ -25,15 +25,14 @@ _SM90 = {
 
 @dataclass(frozen=True)
 class Blend:
-    """The elementwise kernels' launches: rows per program that sums, rows and columns at a time, warps."""
+    """The elementwise kernel's launches: rows and columns per program, warps."""
 
     BR: int
-    BM: int
     BN: int
     warps: int
 
 
-_BLEND, _BLEND_INTERPRETED = Blend(64, 8, 256, 4), Blend(32, 8, 32, 4)
+_BLEND, _BLEND_INTERPRETED = Blend(64, 256, 1), Blend(32, 128, 1)
 
 
 def blend(arch: int) -> Blend:
@@ -118,7 +117,7 @@ def cut(
     M, width = len(dims), dims[-1]
     per_row = M * cdiv(N, sweep.BN) * 8
     if differentiates:
-        per_row += M * (N * itemsize + cdiv(N, _BLEND.BN) * 4 + N * 4 // _BLEND.BR) + width * itemsize
+        per_row += M * (N * itemsize + cdiv(N, _BLEND.BN) * 4 + N * 4 // _BLEND.BR + 12) + width * itemsize
 
     def scratch(splits):
         return per_row + (splits * width * 4 if differentiates else 0)

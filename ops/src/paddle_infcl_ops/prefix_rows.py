@@ -117,7 +117,7 @@ def check_prefix_kernel(
 
 @changing
 def state_prefix_kernel(
-    part_sum, total, reference, flags, cosine, scale, weight, loss, coefficient, own_coefficient,
+    part_sum, total, reference, flags, cosine, scale, weight, loss, coefficient, own_coefficient, per_row,
     inverse_left, left, scaled, rows, tiles, part_stride, vector_stride, left_stride, scaled_stride,
     WEIGHTS: tl.constexpr, START: tl.constexpr, END: tl.constexpr, M: tl.constexpr, FLAG_ROWS: tl.constexpr,
     ROWS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
@@ -129,6 +129,8 @@ def state_prefix_kernel(
         loss: [rows] fp32, weighted, summed over the prefixes.
         coefficient: [M, part_stride] fp32: w_s,i sigma_s,i / l_s,i, so that G = coefficient * E.
         own_coefficient: [M, part_stride] fp32: -w_s,i sigma_s,i, G of the own entry.
+        per_row: [rows, M, 3] fp32, for `blend_kernel`: G / E in units of log 2, scale r G / E, and the reference; or
+            None.
         scaled: [rows, END - START] in the dtype of left, or None: the last segment of left_i times scale r G / E.
     """
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -151,7 +153,8 @@ def state_prefix_kernel(
                 at = (s * tiles + k).to(tl.int64)[:, None] * part_stride + i[None, :]
                 acc += tl.load(part_sum + at, mask=(k < tiles)[:, None] & inside[None, :], other=0.0)
             row_sum = tl.sum(acc, axis=0)
-        lse = tl.load(reference + s * vector_stride + i, mask=inside, other=0.0) * LN2 + tl.log(row_sum)
+        ref = tl.load(reference + s * vector_stride + i, mask=inside, other=0.0)
+        lse = ref * LN2 + tl.log(row_sum)
         lead = lse - tl.load(cosine + s * vector_stride + i, mask=inside, other=0.0) * scalar(scale)
         of_prefix = w * WEIGHTS[s]
         value += of_prefix * softplus_(lead)
@@ -159,10 +162,14 @@ def state_prefix_kernel(
         part = tl.where(row_sum == 0, 0.0, own_part / tl.where(row_sum == 0, 1.0, row_sum))
         tl.store(coefficient + s * part_stride + i, part, mask=inside)
         tl.store(own_coefficient + s * part_stride + i, -own_part, mask=inside)
+        if per_row is not None:
+            outer = part * share(tl.load(inverse_left + s * vector_stride + i, mask=inside, other=0.0)) * scalar(scale)
+            factors = per_row + (i.to(tl.int64) * M + s) * 3
+            tl.store(factors, part * LN2, mask=inside)
+            tl.store(factors + 1, outer, mask=inside)
+            tl.store(factors + 2, ref, mask=inside)
         if s == M - 1:
-            if scaled is not None:
-                f = share(tl.load(inverse_left + s * vector_stride + i, mask=inside, other=0.0))
-                outer = part * f * scalar(scale)
+            if scaled is not None:  # with `per_row`
                 for d in range(START, END, BD):
                     c = d + tl.arange(0, BD)
                     both = inside[:, None] & (c < END)[None, :]
@@ -215,7 +222,7 @@ def finish_prefix_kernel(
         acc_rows = tl.zeros((BT, ROWS), dtype=tl.float32)
         for t in range(0, tiles, BT):
             k = t + tl.arange(0, BT)
-            at = (s * tiles + k).to(tl.int64)[:, None] * part_stride + i[None, :]
+            at = (k.to(tl.int64)[:, None] * part_stride + i[None, :]) * M + s
             acc_rows += tl.load(row_parts + at, mask=(k < tiles)[:, None] & inside[None, :], other=0.0)
         g_own = tl.load(own_coefficient + s * part_stride + i, mask=inside, other=0.0)
         g_z_own = g_own * tl.load(cosine + s * vector_stride + i, mask=inside, other=0.0) * factor

@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import paddle
+import triton
 
 from . import prefix_plan, static, tuning
 from .contrastive import RunsJob, as_it_is
@@ -33,7 +34,7 @@ from .dispatch import launch
 from .driver import empty, is_interpreting
 from .gradients import scaled
 from .launch import FLAG_ROWS, Similarity, cdiv, precision, row_block, upcast
-from .prefix_kernels import blend_kernel, radial_sums_kernel, segments_kernel, sweep_kernel
+from .prefix_kernels import blend_kernel, segments_kernel, sweep_kernel
 from .prefix_rows import (
     check_prefix_kernel,
     column_sum_kernel,
@@ -99,8 +100,11 @@ def prefix_info_nce(
 def sweeps(groups) -> bool:
     """Whether `prefix_info_nce` takes these groups.
 
-    It takes one block of two tensors, with no rules but ids, `self_column` and `limit`, in a dynamic graph.
+    It takes one block of two tensors, with no rules but ids, `self_column` and `limit`, in a dynamic graph. Triton 3.3
+    can't compile it: it takes no items out of a tuple of constants.
     """
+    if triton.__version__.startswith("3.3."):
+        return False
     if not paddle.in_dynamic_mode() or len(groups) != 1 or len(groups[0]) != 1:
         return False
     block = groups[0][0]
@@ -147,11 +151,12 @@ class _Job:
         gradients, right_wanted = self.differentiates, self.wanted[1]
         (
             self.inverse_left, self.inverse_right, self.cosine, self.reference, losses, self.part_sum, self.part_max,
-            self.total, self.coefficient, self.own_coefficient, self.row_parts, self.column_parts, self.radial,
+            self.total, self.coefficient, self.own_coefficient, self.per_row, self.row_parts, self.column_parts,
+            self.radial,
         ) = vectors(
             [M * B, M * N, M * B, M * B, B, M * tiles * rows, M * tiles * rows, M * rows, M * rows, M * rows,
-             M * blend_tiles * rows if gradients else 1, blend_rows * M * N if right_wanted else 1,
-             M * N if right_wanted else 1],
+             3 * M * rows if gradients else 1, M * blend_tiles * rows if gradients else 1,
+             blend_rows * M * N if right_wanted else 1, M * N if right_wanted else 1],
             s.left,
         )  # fmt: skip
         self._row_wise()
@@ -182,10 +187,10 @@ class _Job:
             launch(
                 state_prefix_kernel, (cdiv(count, 8),), self.part_sum, self.total, rows_from(self.reference, r0),
                 flags, rows_from(self.cosine, r0), self.scale, weight, rows_from(losses, r0),
-                self.coefficient, self.own_coefficient, rows_from(self.inverse_left, r0), rows_from(s.left, r0),
-                self.scaled, count, tiles, rows, B, row_stride(s.left),
-                0 if self.scaled is None else row_stride(self.scaled), WEIGHTS=self.weights, START=self.starts[-1],
-                END=self.dims[-1], M=M, FLAG_ROWS=flags_rows, ROWS=8, BT=64 if s.arch else 8,
+                self.coefficient, self.own_coefficient, self.per_row if gradients else None,
+                rows_from(self.inverse_left, r0), rows_from(s.left, r0), self.scaled, count, tiles, rows, B,
+                row_stride(s.left), 0 if self.scaled is None else row_stride(self.scaled), WEIGHTS=self.weights,
+                START=self.starts[-1], END=self.dims[-1], M=M, FLAG_ROWS=flags_rows, ROWS=8, BT=64 if s.arch else 8,
                 BD=min(512, row_block(self.dims[-1])), num_warps=4,
             )  # fmt: skip
             if gradients:
@@ -274,16 +279,10 @@ class _Job:
         B, N = s.B, s.N
         blend = self.blend
         right_wanted = self.wanted[1]
-        shape = (count, N, row_stride(E), self.padded, rows, B)
         launch(
-            radial_sums_kernel, (cdiv(N, blend.BN), cdiv(count, blend.BR), M), E, self.coefficient, self.inverse_right,
-            rows_from(self.reference, r0), self.row_parts, self.column_parts if right_wanted else None, *shape,
-            M=M, BR=blend.BR, BM=blend.BM, BN=blend.BN, num_warps=blend.warps,
-        )  # fmt: skip
-        launch(
-            blend_kernel, (cdiv(N, blend.BN) * cdiv(count, blend.BM),), E, self.coefficient,
-            rows_from(self.inverse_left, r0), self.inverse_right, self.scale, *shape, M=M, BM=blend.BM, BN=blend.BN,
-            num_warps=blend.warps,
+            blend_kernel, (cdiv(N, blend.BN) * cdiv(count, blend.BR),), E, self.per_row, self.inverse_right,
+            self.row_parts, self.column_parts if right_wanted else None, count, N, row_stride(E), self.padded, rows,
+            M=M, BR=blend.BR, BN=blend.BN, FAST=s.arch > 0, num_warps=blend.warps,
         )  # fmt: skip
         used = split_rows = 0
         if self.wanted[0]:
@@ -347,7 +346,7 @@ class _Job:
 
 _SCRATCH = (
     "inverse_left", "inverse_right", "cosine", "reference", "part_sum", "part_max", "total", "coefficient",
-    "own_coefficient", "row_parts", "column_parts", "radial", "scaled", "hits",
+    "own_coefficient", "per_row", "row_parts", "column_parts", "radial", "scaled", "hits",
 )  # fmt: skip
 
 
