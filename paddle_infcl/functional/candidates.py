@@ -26,6 +26,8 @@ class Candidates:
         owners: per tensor of documents [N_k] int64, the row to which a document belongs.
         query_ids: [B, K] int64, ids of a row: of its query and of its positive; None without ids.
         document_ids: per tensor of documents [N_k, K] int64, or Nones.
+        aligned: whether column i of every tensor of documents is of row i. What processes must agree on may depend on
+            it, so it is never said of passages that happen to be so on one of them.
     """
 
     queries: Tensor
@@ -35,6 +37,7 @@ class Candidates:
     owners: list[Tensor]
     query_ids: Tensor | None = None
     document_ids: list[Tensor | None] = field(default_factory=list)
+    aligned: bool = False
 
     def __post_init__(self):
         self.document_ids = self.document_ids or [None] * len(self.documents)
@@ -78,7 +81,7 @@ class Candidates:
         vectors = [l2_normalize(column) for column in columns] if normalize else list(columns)
         rows = paddle.arange(first.shape[0], dtype="int64")
         owners = [rows] * (len(columns) - 1)
-        return cls(vectors[0], vectors[1], vectors[1:], rows, owners, query_ids, document_ids)
+        return cls(vectors[0], vectors[1], vectors[1:], rows, owners, query_ids, document_ids, aligned=True)
 
     @classmethod
     def from_passages(
