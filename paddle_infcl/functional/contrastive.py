@@ -52,7 +52,8 @@ def info_nce(
 
     Args:
         groups: one softmax per group, over all of its blocks. In each group every row has one own entry.
-        temperature: T, z = <left, right> / T. A tensor of one element gets its gradient.
+        temperature: T, z = <left, right> / T. A tensor of one element gets its gradient; that it is positive is not
+            checked, since the device would have to be waited for: learn log T, as `losses.InfCLLoss` does.
         row_weights: w, a float or [B]; None is 1/B.
         row_loss: another function of a row's log-sum-exp and own logit; None is the InfoNCE above. See `row_losses`.
         label_smoothing: e, the share of the target that is spread evenly over all candidates of a row. Sums over
@@ -178,7 +179,7 @@ def inf_cl_loss(
     Args:
         q: [B, D] queries, float32, float64, bfloat16 or float16.
         p: [N, D] passages of the same dtype: positives and hard negatives of all queries.
-        temperature: T. A tensor of one element gets its gradient.
+        temperature: T. A tensor of one element gets its gradient; that it is positive is not checked (learn log T).
         own: [B] int64, column of each query's positive; None: arange(B) * (N / B).
         q_ids: [B] or [B, K] int64; a passage is no negative of a query when q_ids and p_ids agree in any k. Negative
             ids match nothing. K = 2 as (document id, query id) catches a document under two queries and a query with
