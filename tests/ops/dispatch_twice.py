@@ -99,6 +99,9 @@ def main() -> None:
     check(lambda: dispatch.launch(scale_kernel, (4,), x, out, 2.0, 1000, BLOCK=256, num_warps=8))
     check(lambda: dispatch.launch(scale_kernel, (4,), None, out, 2.0, 1000, BLOCK=256, num_warps=8))
     check(lambda: dispatch.launch(scale_kernel, (4,), Rows(x, 1), out, out, 999, BLOCK=256, num_warps=8))
+    # Four kinds of numbers, for each of which Triton compiles anew: one, and multiples of 16 or not, of 32 bits or more.
+    for n in (1, 16, 2**31, 2**31 + 1):
+        check(lambda n=n: dispatch.launch(scale_kernel, (4,), x, x, 2.0, n, BLOCK=256, num_warps=8))
     check(lambda: dispatch.launch(sum_kernel, (1,), x, out, 1, 1.0, LARGEST=True, BLOCK=256))
     names = ("self_column", "row_ids", "column_ids", "owner", "owner_rule", "limit", "guide", "hardness")
     q = paddle.zeros([256, 128]).astype("bfloat16")

@@ -28,7 +28,7 @@ def launch(kernel, grid: tuple[int, ...], *args, **meta) -> None:
         if arg is None or kind is float:
             key.append(kind)
         elif isinstance(arg, int):
-            key.append(arg if arg == 1 else ((arg & 15) == 0) + 2 * (-(2**31) <= arg < 2**31))
+            key.append(-1 if arg == 1 else ((arg & 15) == 0) + 2 * (-(2**31) <= arg < 2**31))
         elif hasattr(arg, "block_shape"):
             key.append((arg.base.dtype, getattr(arg, "layout", None), *arg.block_shape))
             if place is None:
