@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paddle_infcl.device import resolve_device, world_size
+from paddle_infcl.device import resolve_device
 from paddle_infcl.objective_options import check_guide, check_objective
+from paddle_infcl.training_options import check_training, word
 
 LOSS_TYPES = ("contrastive", "inf_cl")
 BACKENDS = ("auto", "triton", "paddle", "dense")
@@ -90,7 +91,7 @@ def check_everything(values: Mapping, given: set[str], broken: set[str]) -> Chec
     found.problems += loss_problems(v)
     check_guide(v, _needs(v, found.problems))
     _check_embedding(v, found.problems)
-    _check_training(v, found.problems)
+    check_training(v, _needs(v, found.problems))
     found.problems += unsupported_problems(v)
     _check_device(v, found)
     _check_model(v, found)
@@ -163,61 +164,6 @@ def _check_embedding(v, problems: list[Problem]) -> None:
             need(len(evaluation) == 3, option, "needs eval_queries, eval_corpus and eval_qrels together")
 
 
-def _check_training(v, problems: list[Problem]) -> None:
-    need = _needs(v, problems)
-    need(bool(v.output_dir), "output_dir", "is needed: the folder for checkpoints and the trained model")
-    if v.output_dir and (why := _cant_be_a_folder(v.output_dir)):
-        need(False, "output_dir", why)
-    for option in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
-        need(getattr(v, option) >= 1, option, "must be 1 or more")
-    need(
-        v.max_steps > 0 or v.num_train_epochs > 0, "num_train_epochs", "must be positive where max_steps is not given"
-    )
-    need(v.max_steps > 0 or v.num_train_epochs != math.inf, "num_train_epochs", "must be finite")
-    need(0 < v.learning_rate < math.inf, "learning_rate", "must be positive and finite")
-    for option in ("weight_decay", "max_grad_norm", "warmup_steps", "dataloader_num_workers"):
-        need(0 <= getattr(v, option) < math.inf, option, "must be 0 or more")
-    need(0 <= v.seed < 2**32, "seed", "must be 0 or more and below 2^32")
-    # PaddleNLP takes 0 and -1 as "never", without a word.
-    for what in ("logging", "save"):
-        every = getattr(v, f"{what}_steps")
-        stepwise = _word(getattr(v, f"{what}_strategy")) == "steps"
-        need(not stepwise or every > 0, f"{what}_steps", f"must be 1 or more; {what}_strategy: no turns it off")
-    need(v.eval_steps is None or v.eval_steps >= 0, "eval_steps", "must be 1 or more")
-    need(not (v.fp16 and v.bf16), "fp16", "bf16 is on as well: take one of the two")
-    need(v.fp16_opt_level in ("O0", "O1", "O2"), "fp16_opt_level", "must be O0, O1 or O2")
-    precise = v.fp16 or v.bf16 or v.fp16_opt_level != "O2"
-    need(precise, "fp16_opt_level", "O2 needs fp16: true or bf16: true")
-    if v.given("inf_cl_loss") and v.given("loss_type"):
-        agree = v.inf_cl_loss or v.loss_type != "inf_cl"
-        need(agree, "loss_type", "means inf_cl_loss: true, and inf_cl_loss is false: leave one of the two out")
-    if v.given("inf_cl_backend"):
-        used = v.inf_cl_loss or v.loss_type == "inf_cl"
-        need(used, "inf_cl_backend", "has no effect without inf_cl_loss: true")
-    pairs = v.per_device_train_batch_size * v.gradient_accumulation_steps * world_size()
-    need(
-        pairs > 1 or v.group_size > 1,
-        "per_device_train_batch_size",
-        "one pair in a batch and group_size 1 leave nothing to contrast with: a larger batch, more "
-        "gradient_accumulation_steps, or hard negatives",
-    )
-
-
-def _word(option: typing.Any) -> typing.Any:
-    """An option's text, whether it is one of an enum's members or a text."""
-    return getattr(option, "value", option)
-
-
-def _cant_be_a_folder(path: str) -> str | None:
-    """Why files can't be written into a folder, which may not be there yet; None if they can."""
-    there = Path(os.path.expanduser(path)).absolute()
-    while not there.exists() and there != there.parent:
-        there = there.parent
-    if not there.is_dir():
-        return f"{there} is a file: name a folder"
-    return None if os.access(there, os.W_OK | os.X_OK) else f"no permission to write into {there}"
-
-
 # Options of PaddleNLP's other trainers that an embedding trainer can't honour; silence would be worse than an error.
 _UNSUPPORTED = {
     "zero_padding": "packs several texts into one row; embeddings need one text per row. Leave it out",
@@ -266,7 +212,7 @@ def unsupported_problems(v) -> list[Problem]:
         # Its forward and backward passes gather parameters layer by layer: processes that run the encoder unequally
         # often, or backwards through other graphs, wait for each other forever.
         uneven = [] if v.dataloader_drop_last else ["dataloader_drop_last: false, whose last batch may be uneven"]
-        uneven += ["evaluation, whose texts may be"] if v.do_eval or _word(v.evaluation_strategy) != "no" else []
+        uneven += ["evaluation, whose texts may be"] if v.do_eval or word(v.evaluation_strategy) != "no" else []
         if uneven:
             message = f"gathers parameters in every pass, and so stands no {' and no '.join(uneven)}: take stage2"
             problems.append(Problem("sharding", " ".join(words), message))
@@ -381,7 +327,7 @@ def metric_problem(metric: str | None, metrics: Iterable[str]) -> str | None:
 
 def _check_evaluation(v, found: Checked) -> None:
     need = _needs(v, found.problems)
-    strategy = _word(v.evaluation_strategy)
+    strategy = word(v.evaluation_strategy)
     evaluates = v.do_eval or strategy != "no"
     has_data = bool(v.eval_pairs or v.eval_queries)
     where = "eval_pairs, or eval_queries, eval_corpus and eval_qrels"
@@ -390,7 +336,7 @@ def _check_evaluation(v, found: Checked) -> None:
         need(has_data, option, f"needs something to evaluate on: {where}")
     if v.load_best_model_at_end:
         need(evaluates, "load_best_model_at_end", "needs evaluation_strategy: steps or epoch")
-        save = _word(v.save_strategy)
+        save = word(v.save_strategy)
         same = not evaluates or save == (strategy if strategy != "no" else "steps")
         need(same, "save_strategy", "must be the same as evaluation_strategy for load_best_model_at_end")
         every = v.eval_steps or v.logging_steps

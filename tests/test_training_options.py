@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: F401, F811 - fixtures
+"""Options of a run that PaddleNLP takes without a word."""
+
+import os
+
+import pytest
+
+from paddle_infcl.arguments import parse_config
+from tests.test_arguments import folder, minimal, wrong
+
+
+@pytest.mark.parametrize("kind", ["absolute", "dots", "relative", "link", "home"])
+def test_the_model_is_not_overwritten(minimal, folder, monkeypatch, kind):
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("HOME", str(folder))
+    (folder / "link").symlink_to(folder / "model")
+    names = {
+        "absolute": folder / "model",
+        "dots": f"{folder}/out/../model/",
+        "relative": "model",
+        "link": "link",
+        "home": "~/model",
+    }
+    want = {
+        "output_dir": "is the folder of model_name_or_path as well, whose weights the trained model would replace: "
+        "name another one"
+    }
+    assert wrong({**minimal, "output_dir": str(names[kind])}) == want
+    # Evaluation alone writes nothing there.
+    evaluation = {"do_train": False, "eval_pairs": minimal["train_files"][0]}
+    parse_config({**minimal, "output_dir": str(names[kind]), **evaluation})
+
+
+def test_a_folder_that_is_not_there_yet_is_not_the_models(minimal, folder):
+    found = wrong({**minimal, "model_name_or_path": f"{folder}/new", "output_dir": f"{folder}/out/../new"})
+    assert "model_name_or_path as well" in found["output_dir"]
+
+
+def test_the_guide_is_not_overwritten(minimal, folder):
+    (folder / "guide").mkdir()
+    config = {**minimal, "objective": "guided", "guide_model_name_or_path": str(folder / "guide")}
+    assert "guide_model_name_or_path as well" in wrong({**config, "output_dir": f"{folder}/guide"})["output_dir"]
+    parse_config(config)
+
+
+def test_a_checkpoint_inside_the_output_folder_goes_on(minimal, folder):
+    checkpoint = folder / "out" / "checkpoint-2"
+    os.makedirs(folder / "out")
+    (folder / "model").rename(checkpoint)
+    parse_config({**minimal, "model_name_or_path": str(checkpoint), "resume_from_checkpoint": str(checkpoint)})
