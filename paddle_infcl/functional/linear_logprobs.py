@@ -23,12 +23,12 @@ from paddle_infcl.functional.budget import CPU_BUDGET, DEVICE_BUDGET
 from paddle_infcl.functional.logprobs import (
     check_dtypes,
     check_labels,
-    check_temperature,
     choose,
     row_sums,
     softplus,
     write,
 )
+from paddle_infcl.functional.options import check_temperature
 from paddle_infcl.functional.tiles import accumulation_dtype
 
 
@@ -52,7 +52,7 @@ def linear_logprobs_of_labels(
         labels: [..., T], integers; or [..., T - 1]: the hidden states at the last position then belong to no label.
         bias: [V] or None.
         ignore_index: positions with this label give 0 and no gradient.
-        temperature: T > 0.
+        temperature: T > 0, a number; to learn it, divide the hidden states and the bias by it and leave this 1.
         transposed_weight: whether the weight is [D, V].
         backend: "paddle" (any device), "triton" (CUDA; logits are float32, and only some numbers per row of them are
             kept), or "auto": Triton where it runs.
@@ -67,7 +67,7 @@ def linear_logprobs_of_labels(
 
     Raises:
         ValueError: shapes do not fit, a label is outside 0 ... V - 1 (on a GPU this waits for the labels), the
-            temperature is not positive and finite, the backend's name is unknown, or the budget is not positive.
+            temperature is no positive and finite number, the backend's name is unknown, or the budget is not positive.
         TypeError: dtypes differ, or labels are not integers.
         BackendError: backend="triton" cannot run on these tensors.
     """
@@ -312,7 +312,7 @@ class _Terms(PyLayer):
 
 def _check(hidden, weight, labels, bias, temperature, transposed, memory_budget) -> int:
     """Refuses arguments that do not fit; returns V."""
-    check_temperature(temperature)
+    check_temperature(temperature, "to learn it, divide the hidden states and the bias by it")
     check_dtypes(labels, hidden=hidden, weight=weight)
     if hidden.ndim < 2 or weight.ndim != 2:
         raise ValueError(f"hidden [..., T, D] and weight [V, D] are needed, got {hidden.shape} and {weight.shape}")

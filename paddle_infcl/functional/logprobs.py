@@ -23,6 +23,7 @@ from paddle import Tensor
 from paddle.autograd import PyLayer
 
 from paddle_infcl import kernels
+from paddle_infcl.functional.options import check_temperature
 from paddle_infcl.functional.tiles import accumulation_dtype
 from paddle_infcl.log import warn_once
 
@@ -54,7 +55,7 @@ def logprobs_of_labels(
         labels: [..., T], integers; or [..., T - 1]: the logits at the last position then belong to no label, and
             their gradient is 0.
         ignore_index: positions with this label give log-probability 0, entropy 0 and gradient 0.
-        temperature: T > 0.
+        temperature: T > 0, a number; to learn it, divide the logits by it and leave this 1.
         return_entropy: also return the entropy in nats; it has a gradient.
         inplace_backward: write the gradient over the logits instead of beside them. Nothing else may need the logits
             for its own backward pass, which Paddle checks.
@@ -66,9 +67,9 @@ def logprobs_of_labels(
         pair (log-probabilities, entropies). A label whose logit is -inf has log-probability -inf.
 
     Raises:
-        ValueError: shapes do not fit, a label is outside 0 ... V - 1, the temperature is not positive and finite, or
-            the backend's name is unknown. On a GPU the Triton backend does not wait for the device to look at the
-            labels: there a label out of range gives NaN at its position, in the result and in the gradient.
+        ValueError: shapes do not fit, a label is outside 0 ... V - 1, the temperature is no positive and finite
+            number, or the backend's name is unknown. On a GPU the Triton backend does not wait for the device to look
+            at the labels: there a label out of range gives NaN at its position, in the result and in the gradient.
         TypeError: logits are not floating point, or labels not integers.
         BackendError: backend="triton" cannot run on these tensors.
 
@@ -76,7 +77,7 @@ def logprobs_of_labels(
     `selective_log_softmax`), which copy the logits or loop over rows.
     """
     check_logits(logits, labels)
-    check_temperature(temperature)
+    check_temperature(temperature, "to learn it, divide the logits by it")
     if choose(backend, logits) == "triton":
         if labels.place.is_cpu_place():
             check_labels(labels, logits.shape[-1], ignore_index)
@@ -341,12 +342,6 @@ def check_dtypes(labels: Tensor, **floats: Tensor) -> None:
             raise TypeError(f"{name}: a floating dtype is needed, got {tensor.dtype}")
     if labels.dtype not in (paddle.int64, paddle.int32, paddle.int16, paddle.int8, paddle.uint8):
         raise TypeError(f"labels: an integer dtype is needed, got {labels.dtype}")
-
-
-def check_temperature(temperature: float) -> None:
-    """Refuses temperatures that are not positive and finite."""
-    if not 0 < temperature < math.inf:
-        raise ValueError(f"temperature: must be positive and finite, got {temperature}")
 
 
 def check_labels(labels: Tensor, V: int, ignore_index: int | None) -> None:
