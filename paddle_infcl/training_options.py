@@ -26,6 +26,11 @@ def check_training(v, need: Callable[[bool, str, str], None]) -> None:
     for option in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
         need(getattr(v, option) >= 1, option, "must be 1 or more")
     need(
+        v.max_steps == -1 or v.max_steps >= 1,
+        "max_steps",
+        "must be 1 or more; -1, or leave it out, for num_train_epochs",
+    )
+    need(
         v.max_steps > 0 or v.num_train_epochs > 0, "num_train_epochs", "must be positive where max_steps is not given"
     )
     need(v.max_steps > 0 or v.num_train_epochs != math.inf, "num_train_epochs", "must be finite")
@@ -38,7 +43,11 @@ def check_training(v, need: Callable[[bool, str, str], None]) -> None:
         every = getattr(v, f"{what}_steps")
         stepwise = word(getattr(v, f"{what}_strategy")) == "steps"
         need(not stepwise or every > 0, f"{what}_steps", f"must be 1 or more; {what}_strategy: no turns it off")
-    need(v.eval_steps is None or v.eval_steps >= 0, "eval_steps", "must be 1 or more")
+    need(
+        v.eval_steps is None or v.eval_steps >= 1,
+        "eval_steps",
+        "must be 1 or more; evaluation_strategy: no turns evaluation off",
+    )
     need(not (v.fp16 and v.bf16), "fp16", "bf16 is on as well: take one of the two")
     need(v.fp16_opt_level in ("O0", "O1", "O2"), "fp16_opt_level", "must be O0, O1 or O2")
     precise = v.fp16 or v.bf16 or v.fp16_opt_level != "O2"

@@ -49,3 +49,23 @@ def test_a_checkpoint_inside_the_output_folder_goes_on(minimal, folder):
     os.makedirs(folder / "out")
     (folder / "model").rename(checkpoint)
     parse_config({**minimal, "model_name_or_path": str(checkpoint), "resume_from_checkpoint": str(checkpoint)})
+
+
+@pytest.mark.parametrize(
+    "option, value, message",
+    [
+        ("max_steps", 0, "must be 1 or more; -1, or leave it out, for num_train_epochs"),
+        ("max_steps", -2, "must be 1 or more; -1, or leave it out, for num_train_epochs"),
+        ("eval_steps", 0, "must be 1 or more; evaluation_strategy: no turns evaluation off"),
+        ("eval_steps", -1, "must be 1 or more; evaluation_strategy: no turns evaluation off"),
+        ("save_steps", 0, "must be 1 or more; save_strategy: no turns it off"),
+        ("logging_steps", 0, "must be 1 or more; logging_strategy: no turns it off"),
+    ],
+)
+def test_steps_that_are_none(minimal, option, value, message):
+    assert wrong({**minimal, option: value}) == {option: message}
+
+
+def test_steps_that_are_some(minimal):
+    for steps in ({"max_steps": -1}, {"max_steps": 1}, {"max_steps": None}, {"eval_steps": 1}, {"save_steps": 1}):
+        parse_config({**minimal, **steps})
