@@ -14,7 +14,7 @@ from paddle_infcl.distributed.negatives import check_strategy, global_counts, gl
 from paddle_infcl.distributed.ranks import Ranks
 from paddle_infcl.functional.contrastive import info_nce_groups
 from paddle_infcl.functional.matryoshka import Matryoshka, prefix_weights
-from paddle_infcl.functional.options import check_temperature
+from paddle_infcl.functional.options import check_margin, check_temperature
 from paddle_infcl.functional.vectors import l2_normalize
 
 
@@ -56,6 +56,7 @@ class InfCLLoss(nn.Layer):
     ):
         super().__init__()
         check_temperature(temperature, "learnable_temperature=True makes a parameter of it")
+        check_margin(margin)
         if backend not in kernels.BACKENDS:
             raise ValueError(f"backend: {backend!r} is none of {', '.join(kernels.BACKENDS)}")
         check_strategy(strategy)

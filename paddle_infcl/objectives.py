@@ -21,9 +21,11 @@ from paddle_infcl.functional.contrastive import info_nce_groups
 from paddle_infcl.functional.distillation import DISTILLATIONS, distillation_loss
 from paddle_infcl.functional.guided import MARGIN_STRATEGIES, guide_vectors, guided_groups
 from paddle_infcl.functional.matryoshka import prefix_groups, unit_prefixes
+from paddle_infcl.functional.options import check_number
 from paddle_infcl.functional.qwen3 import qwen3_groups
 from paddle_infcl.functional.ranking import check_ranking, ranking_groups
 from paddle_infcl.functional.row_losses import Debiased
+from paddle_infcl.functional.smoothing import check_smoothing
 from paddle_infcl.functional.symmetric import symmetric_loss
 from paddle_infcl.losses import InfCLLoss, build_loss, given_own
 
@@ -79,6 +81,7 @@ class GuidedObjective:
     margin = None
 
     def __post_init__(self):
+        check_number("guide_margin", self.guide_margin, "a finite number is needed")
         if self.margin_strategy not in MARGIN_STRATEGIES:
             raise ValueError(f"margin_strategy: {self.margin_strategy!r} is none of {', '.join(MARGIN_STRATEGIES)}")
 
@@ -147,8 +150,7 @@ class Distillation:
     """A teacher's scores beside the contrastive term. See `functional.distillation_loss`.
 
     Attributes:
-        kind: "kl" or "margin_mse".
-        weight: of this term.
+        kind: "kl" or "margin_mse"; weight: of this term.
         contrastive_weight: of the contrastive term; 0 leaves it out.
         teacher_temperature: for "kl".
     """
@@ -194,8 +196,7 @@ class ObjectiveLoss(InfCLLoss):
         **options,
     ):
         super().__init__(temperature, margin=objective.margin, **options)
-        if not 0 <= label_smoothing < 1:
-            raise ValueError(f"label_smoothing: must be between 0 and 1 (without 1), got {label_smoothing}")
+        check_smoothing(label_smoothing)
         self.objective, self.label_smoothing, self.distillation = objective, label_smoothing, distillation
         self.row_loss = None if tau_plus is None else Debiased(tau_plus)
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Sequence
 
 import paddle
@@ -14,6 +13,7 @@ from paddle_infcl.functional.blocks import Block, check_groups, own_columns
 from paddle_infcl.functional.dense import dense_info_nce
 from paddle_infcl.functional.hops import block_functions
 from paddle_infcl.functional.matryoshka import Matryoshka, prefix_groups
+from paddle_infcl.functional.options import check_margin, check_number
 from paddle_infcl.functional.prefixes import prefix_info_nce
 from paddle_infcl.functional.row_losses import Debiased, RowLoss
 from paddle_infcl.functional.smoothing import check_smoothing, own_above_mean
@@ -32,8 +32,7 @@ def as_scale(temperature: float | Tensor, dtype: paddle.dtype) -> Tensor:
         if temperature.size != 1:
             raise ValueError(f"temperature: a tensor of one element is needed, got shape {list(temperature.shape)}")
         return 1.0 / temperature.astype(accumulation_dtype(dtype))
-    if not isinstance(temperature, numbers.Real) or not 0 < temperature < float("inf"):
-        raise ValueError(f"temperature: must be positive and finite, got {temperature!r}")
+    check_number("temperature", temperature, "must be positive and finite", lambda t: 0 < t < float("inf"))
     return paddle.full([], 1.0 / temperature, dtype=accumulation_dtype(dtype))
 
 
@@ -142,8 +141,7 @@ def info_nce_groups(
     """InfoNCE as a list of blocks: one group, queries against passages. Arguments as in `inf_cl_loss`."""
     if own is None:
         own = own_columns(q.shape[0], p.shape[0])
-    if margin is not None and not (isinstance(margin, (int, float)) and margin == margin):
-        raise ValueError(f"margin: a number is needed, or None for no rule; got {margin!r}")
+    check_margin(margin)
     limit = None if margin is None else own_similarity(q, p, own) + margin
     return [[Block(q, p, own=own, row_ids=q_ids, column_ids=p_ids, limit=limit)]]
 
@@ -188,7 +186,8 @@ def inf_cl_loss(
         margin: drops passages with <q_i, p_j> > <q_i, p_own(i)> + margin, likely false negatives (the rule of
             Qwen3-Embedding, arXiv 2506.05176: *plus* the margin, on the trained model's own similarities).
         tau_plus: the debiased loss (Chuang et al. 2020): the chance that a negative is in truth a positive, a number
-            in [0, 1) or [B], one per row. For vectors of length 1. See `row_losses.Debiased`.
+            in [0, 1) or [B], one per row, whose range is checked on a CPU. For vectors of length 1. See
+            `row_losses.Debiased`.
         label_smoothing: the share of the target that is spread evenly over all candidates of a row.
         row_weights: weights of the rows, a float or [B]; None is 1/B, the mean.
         backend: "auto" takes Triton where it runs and the streaming loss in plain Paddle elsewhere, with one warning;

@@ -11,6 +11,7 @@ from paddle import Tensor
 from paddle_infcl.functional.blocks import Block, Guide
 from paddle_infcl.functional.candidates import Candidates
 from paddle_infcl.functional.contrastive import info_nce
+from paddle_infcl.functional.options import check_number
 from paddle_infcl.functional.tiles import accumulation_dtype
 from paddle_infcl.functional.vectors import l2_normalize
 
@@ -34,10 +35,11 @@ def guide_threshold(queries: Tensor, positives: Tensor, margin_strategy: str, ma
         [B] float32, float64 for float64.
 
     Raises:
-        ValueError: an unknown strategy.
+        ValueError: an unknown strategy, or a margin that is no finite number.
     """
     if margin_strategy not in MARGIN_STRATEGIES:
         raise ValueError(f"margin_strategy: {margin_strategy!r} is none of {', '.join(MARGIN_STRATEGIES)}")
+    check_number("margin", margin, "a finite number is needed")
     dtype = accumulation_dtype(queries.dtype)
     own = (queries.astype(dtype) * positives.astype(dtype)).sum(axis=1)
     return own - margin if margin_strategy == "absolute" else own - own.abs() * margin

@@ -11,6 +11,7 @@ from paddle import Tensor
 
 from paddle_infcl.functional.blocks import Block
 from paddle_infcl.functional.budget import distinct_sides
+from paddle_infcl.functional.options import check_margin
 from paddle_infcl.functional.tiles import accumulation_dtype
 from paddle_infcl.functional.vectors import l2_normalize
 
@@ -55,6 +56,9 @@ class Matryoshka:
     dims: Sequence[int]
     weights: Sequence[float] | None = None
     margin: float | None = None
+
+    def __post_init__(self):
+        check_margin(self.margin)
 
     def by_width(self, width: int) -> list[tuple[int, float]]:
         """(dim, weight), ascending. Raises ValueError: see `prefix_weights`."""

@@ -10,12 +10,14 @@ from paddle import Tensor
 from paddle_infcl.functional.blocks import Block
 from paddle_infcl.functional.candidates import Candidates
 from paddle_infcl.functional.contrastive import info_nce, own_similarity
+from paddle_infcl.functional.options import check_margin
 
 
 def qwen3_groups(
     batch: Candidates, *, margin: float | None = 0.1, query_to_query: bool = True, doc_to_doc: bool = True
 ) -> list[list[Block]]:
     """Qwen3-Embedding's loss as a list of blocks, one softmax over all. Arguments as in `qwen3_loss`."""
+    check_margin(margin)
     limit, rows, ids = None, batch.row_numbers, batch.document_ids[0]
     if margin is not None:
         limit = own_similarity(batch.queries, batch.positives, rows) + margin
@@ -69,7 +71,7 @@ def qwen3_loss(
         0-d loss.
 
     Raises:
-        ValueError: columns that don't fit each other.
+        ValueError: columns that don't fit each other, or a margin that is no finite number.
 
     Example:
         >>> import paddle

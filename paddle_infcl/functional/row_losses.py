@@ -15,6 +15,7 @@ from paddle import Tensor
 
 from paddle_infcl.functional.blocks import Block
 from paddle_infcl.functional.counting import count_negatives
+from paddle_infcl.functional.options import check_number
 
 
 def logaddexp(a: Tensor, b: Tensor) -> Tensor:
@@ -105,14 +106,21 @@ class Debiased:
         tau_plus: a number, or [B], one per row; 0 is InfoNCE but for the floor.
 
     Raises:
-        ValueError: tau_plus is a number outside [0, 1).
+        ValueError: tau_plus is neither a tensor nor a number in [0, 1), or a tensor on a CPU with an entry that is
+            not. Elsewhere the device would have to be waited for: there such an entry is not noticed.
     """
 
     balanced = False
 
     def __init__(self, tau_plus: float | Tensor):
-        if not isinstance(tau_plus, Tensor) and not 0 <= tau_plus < 1:
-            raise ValueError(f"tau_plus: must be between 0 and 1 (without 1), got {tau_plus}")
+        if not isinstance(tau_plus, Tensor):
+            check_number("tau_plus", tau_plus, "must be between 0 and 1 (without 1)", lambda tau: 0 <= tau < 1)
+        elif tau_plus.place.is_cpu_place():
+            values = tau_plus.astype("float64").numpy().reshape(-1)
+            wrong = ~((values >= 0) & (values < 1))
+            if wrong.any():
+                row = int(wrong.argmax())
+                raise ValueError(f"tau_plus[{row}]: must be between 0 and 1 (without 1), got {values[row]}")
         self.tau_plus = tau_plus
 
     def bind(self, group, scale, memory_budget, counts=None) -> Debiased:

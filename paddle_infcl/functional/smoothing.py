@@ -27,14 +27,14 @@ from paddle.autograd import PyLayer
 from paddle_infcl.functional.blocks import Block
 from paddle_infcl.functional.budget import chunk_rows
 from paddle_infcl.functional.hops import add_own_grads, own_of_block
+from paddle_infcl.functional.options import check_number
 from paddle_infcl.functional.streaming import Plan, kept_gradients, row_sums
 from paddle_infcl.functional.tiles import accumulation_dtype, fixed_mask, other_logits, set_own
 
 
 def check_smoothing(label_smoothing: float) -> None:
     """Raises ValueError where the share is none."""
-    if not 0 <= label_smoothing < 1:
-        raise ValueError(f"label_smoothing: must be between 0 and 1 (without 1), got {label_smoothing}")
+    check_number("label_smoothing", label_smoothing, "must be between 0 and 1 (without 1)", lambda e: 0 <= e < 1)
 
 
 def _drops(block: Block) -> bool:

@@ -296,8 +296,10 @@ def test_contrastive_loss_is_the_dense_backend():
         ({"own": [0, 1]}, r"own: needs an int64 tensor of shape \[2\], is a list"),
         ({"p": np.ones((2, 3), "float32")}, "right: needs a Paddle tensor, is a ndarray"),
         ({"temperature": "0.1"}, "temperature: must be positive and finite, got '0.1'"),
-        ({"margin": "0.1"}, "margin: a number is needed, or None for no rule; got '0.1'"),
-        ({"margin": float("nan")}, "margin: a number is needed"),
+        ({"margin": "0.1"}, "margin: a finite number is needed, or None for no rule, got '0.1'"),
+        ({"margin": float("nan")}, "margin: a finite number is needed, or None for no rule, got nan"),
+        ({"margin": float("inf")}, "margin: a finite number is needed, or None for no rule, got inf"),
+        ({"margin": paddle.zeros([])}, r"margin: a finite number is needed, .* got a tensor of shape \[\]"),
     ],
 )
 def test_errors_name_what_is_wrong(change, message):
