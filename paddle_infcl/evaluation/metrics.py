@@ -12,6 +12,10 @@ METRICS = ("mrr@10", "ndcg@10", "recall@1", "recall@10", "recall@100", "map")
 DEPTH = 1000
 """How deep a ranking is looked at: trec_eval's convention. Only `map` sees beyond rank 100."""
 
+HIGHEST = 10_000_000
+"""The highest relevance. trec_eval keeps a table with an entry for each relevance up to the highest; where the table
+does not fit into memory, every metric comes out as 0 without a word, or the process crashes."""
+
 _BLOCK = 1024  # queries that are handed over at once, as dictionaries
 
 
@@ -25,7 +29,7 @@ def ranking_metrics(rankings: np.ndarray, relevant: Sequence[Mapping[int, int]])
 
     Args:
         rankings: [Q, k] int64, documents by number, the best first; -1 fills rows that have fewer.
-        relevant: for every query the relevance (> 0) by document; at least one each.
+        relevant: for every query the relevance (> 0) by document, at most HIGHEST; at least one each.
 
     Returns:
         For each of METRICS an array [Q] float64.

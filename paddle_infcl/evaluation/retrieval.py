@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from paddle_infcl.data.jsonl import load_pairs
-from paddle_infcl.evaluation.metrics import DEPTH, METRICS, ranking_metrics
+from paddle_infcl.evaluation.metrics import DEPTH, HIGHEST, METRICS, ranking_metrics
 from paddle_infcl.evaluation.search import search
 from paddle_infcl.log import logger
 
@@ -48,15 +48,16 @@ class RetrievalEvaluator:
     Args:
         queries: texts by id, or a list, whose ids are its indices.
         corpus: the same for documents.
-        qrels: for every query id the relevance (an int, > 0 is relevant) by document id, or just the ids of its
-            relevant documents.
+        qrels: for every query id the relevance (a whole number, > 0 is relevant) by document id, or just the ids of
+            its relevant documents.
         name: what is evaluated, for messages.
         groups: a group by query id ("package", "language", ...): the evaluation then has means per group as well.
         corpus_chunk: documents that are encoded and searched at once.
 
     Raises:
-        ValueError: an empty corpus, queries without a relevant document, judgements of unknown ids, texts that are
-            blank: all of them in one message, counted, the first ones named.
+        ValueError: an empty corpus, relevances that are no whole numbers or above 10,000,000, queries without a
+            relevant document, judgements of unknown ids, texts that are blank: all of them in one message, counted,
+            the first ones named.
 
     Example:
         >>> import numpy as np
@@ -84,6 +85,9 @@ class RetrievalEvaluator:
         problems = {
             "the corpus is empty": [] if corpus else [""],
             "there are no queries": [] if queries else [""],
+            f"relevances are no whole numbers up to {HIGHEST:,} (query, document, relevance)": [
+                f"({q}, {d}, {qrels[q][d]})" for q, judged in grades.items() for d in judged if judged[d] is None
+            ],
             "queries have no relevant document": [q for q in queries if not _relevant(grades.get(q, {}))],
             "queries are judged but unknown": [q for q in grades if q not in queries],
             "judged documents are not in the corpus": list(
@@ -161,7 +165,7 @@ class RetrievalEvaluator:
 
         Raises:
             DataError: rows that cannot be used.
-            ValueError: rows without the group field, or as the class.
+            ValueError: rows without the group field, a corpus without a document, or as the class.
         """
         pairs = load_pairs(paths, split="dev")
         documents: dict[str, int] = {}
@@ -178,7 +182,7 @@ class RetrievalEvaluator:
                 groups.setdefault(example.query, fields[example.source])
         pairs.close()
         if corpus is not None:
-            for text in _read_texts(corpus, need_id=False).values():
+            for text in _read_corpus(corpus, need_id=False).values():
                 documents.setdefault(text, len(documents))
         return cls(
             {query: query for query in relevant},
@@ -199,11 +203,12 @@ class RetrievalEvaluator:
         Args:
             queries: JSONL with `_id` (or `id`) and `text`.
             corpus: JSONL with `_id` (or `id`), `text`, and a `title` that is put before the text.
-            qrels: TSV "query-id, corpus-id, score" with a header, or TREC's "query 0 document relevance".
+            qrels: TSV "query-id, corpus-id, score" with a header, or TREC's "query 0 document relevance"; whole
+                numbers, and what is 0 or less is not relevant.
             name, corpus_chunk: as for the class.
 
         Raises:
-            ValueError: lines that cannot be read, ids that occur twice, or as the class.
+            ValueError: lines that cannot be read, a corpus without a document, ids that occur twice, or as the class.
         """
         texts, judged = _read_texts(queries), _read_qrels(qrels)
         used = {query: text for query, text in texts.items() if query in judged}
@@ -211,7 +216,7 @@ class RetrievalEvaluator:
             logger.info(
                 "%s: %d of %d queries are not judged in %s", queries, len(texts) - len(used), len(texts), qrels
             )
-        return cls(used, _read_texts(corpus), judged, name=name or _base(qrels), corpus_chunk=corpus_chunk)
+        return cls(used, _read_corpus(corpus), judged, name=name or _base(qrels), corpus_chunk=corpus_chunk)
 
 
 def _by_id(texts) -> Mapping:
@@ -219,11 +224,23 @@ def _by_id(texts) -> Mapping:
 
 
 def _grades(judged) -> dict:
-    return {d: int(grade) for d, grade in judged.items()} if isinstance(judged, Mapping) else dict.fromkeys(judged, 1)
+    if not isinstance(judged, Mapping):
+        return dict.fromkeys(judged, 1)
+    return {document: _grade(relevance) for document, relevance in judged.items()}
+
+
+def _grade(relevance) -> int | None:
+    """A relevance as an int; None for what is no whole number, or too high for the metrics."""
+    try:
+        grade = int(relevance)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return grade if grade <= HIGHEST and (isinstance(relevance, str) or grade == relevance) else None
 
 
 def _relevant(grades: Mapping) -> dict:
-    return {document: grade for document, grade in grades.items() if grade > 0}
+    # One that is None is a problem by itself; its query may well have a relevant document.
+    return {document: grade for document, grade in grades.items() if grade is None or grade > 0}
 
 
 def _raise_problems(name: str, problems: Mapping[str, list]) -> None:
@@ -316,6 +333,14 @@ def _read_texts(path, need_id: bool = True) -> dict[str, str]:
     return texts
 
 
+def _read_corpus(path, need_id: bool = True) -> dict[str, str]:
+    texts = _read_texts(path, need_id)
+    if not texts:
+        wanted = "`_id` and `text`" if need_id else "`text`"
+        raise ValueError(f"corpus {path}: no documents in it; an object with {wanted} on every line is right")
+    return texts
+
+
 def _read_qrels(path) -> dict[str, dict[str, int]]:
     qrels: dict[str, dict[str, int]] = {}
     bad = []
@@ -330,10 +355,9 @@ def _read_qrels(path) -> dict[str, dict[str, int]]:
             if not parts or (number == 1 and parts[0].lower() in ("query-id", "query_id", "qid", "query")):
                 continue
             query, *_, document, grade = parts if len(parts) in (3, 4) else ("", "", "")
-            try:
-                grade = int(grade)
-            except ValueError:
-                wanted = "query, document and a whole number are needed, or TREC's four columns"
+            grade = _grade(grade)
+            if grade is None:
+                wanted = f"query, document and a whole number up to {HIGHEST:,} are needed, or TREC's four columns"
                 bad.append((number, f"{wanted}; this is {line.strip()[:60]!r}"))
                 continue
             if qrels.setdefault(query, {}).setdefault(document, grade) != grade:

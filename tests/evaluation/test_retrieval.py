@@ -141,6 +141,8 @@ def test_from_pairs_says_what_is_wrong(tmp_path):
     extra = write_lines(tmp_path / "more.jsonl", [{"body": "vert"}])
     with pytest.raises(ValueError, match=r"more\.jsonl:1: a string `text` is needed; there are 'body'"):
         RetrievalEvaluator.from_pairs(write_lines(path, PAIRS), corpus=extra)
+    with pytest.raises(ValueError, match=r"corpus .*more\.jsonl: no documents in it; an object with `text` on every"):
+        RetrievalEvaluator.from_pairs(path, corpus=write_lines(extra, ["", ""]))
 
 
 def beir(tmp_path, queries=None, corpus=None, qrels="query-id\tcorpus-id\tscore\nq1\td1\t2\nq1\td2\t0\nq2\td2\t1\n"):
@@ -173,6 +175,16 @@ def test_qrels_in_trecs_columns(tmp_path):
         ({"qrels": "q9\td1\t1\nq1\td1\t1\n"}, "1 queries are judged but unknown: q9"),
         ({"qrels": "q1\td1\t0\n"}, "1 queries have no relevant document: q1"),
         ({"qrels": "q1\td1\tyes\nq1\td1\n"}, r"2 lines of .*\n.*qrels\.tsv:1: query, document and a whole number"),
+        (
+            {"qrels": f"q1\td1\t1\nq1\td2\t{'9' * 30}\nq2\td1\t1.5\nq2\td2\tnan\n"},
+            r"3 lines of .*\n.*qrels\.tsv:2: query, document and a whole number up to 10,000,000 .* 'q1\\td2\\t9{30}"
+            r"(.|\n)*qrels\.tsv:3: .*1\.5'\n.*qrels\.tsv:4: .*nan'",
+        ),
+        ({"qrels": f"q1 0 d1 {2**63 - 1}\n"}, r"qrels\.tsv:1: .*a whole number up to 10,000,000"),
+        (
+            {"corpus": [""]},
+            r"^corpus .*corpus\.jsonl: no documents in it; an object with `_id` and `text` on every line",
+        ),
         ({"qrels": "q1\td1\t1\nq1\td1\t2\n"}, r"qrels\.tsv:2: q1 and d1 were judged 1 before"),
         ({"queries": [{"_id": "q1", "text": "a"}, {"_id": "q1", "text": "b"}]}, r"queries\.jsonl:2: the id 'q1' was"),
         ({"corpus": ["[1]", "{", {"text": "x"}]}, r"3 lines(.|\n)*:1: not a JSON(.|\n)*:2: not JSON(.|\n)*`_id` and"),
@@ -181,6 +193,30 @@ def test_qrels_in_trecs_columns(tmp_path):
 def test_files_that_are_wrong(tmp_path, change, text):
     with pytest.raises(ValueError, match=text):
         RetrievalEvaluator.from_files(*beir(tmp_path, **change))
+
+
+@pytest.mark.parametrize("score", ["-1", f"-{'9' * 30}"])
+def test_scores_below_zero_are_not_relevant(tmp_path, score):
+    qrels = f"q1\td1\t{score}\nq1\td2\t10000000\nq2\td2\t1\n"
+    evaluator = RetrievalEvaluator.from_files(*beir(tmp_path, qrels=qrels))
+    encoder = Encoder(dict(zip(["query 1", "query 2", "Title one", "two"], unit(0, 1, 0.2, 0.9), strict=True)))
+    found = evaluator.evaluate(encoder).per_query
+    assert found["mrr@10"].tolist() == [0.5, 1] and found["recall@1"].tolist() == [0, 1]
+    assert found["ndcg@10"].tolist() == pytest.approx([1 / np.log2(3), 1])
+    with pytest.raises(ValueError, match="1 queries have no relevant document: q1"):
+        RetrievalEvaluator.from_files(*beir(tmp_path, qrels=f"q1\td1\t{score}\nq2\td2\t1\n"))
+
+
+def test_relevances_that_are_no_whole_numbers():
+    wrong = {"a": 0.5, "b": float("nan"), "c": float("inf"), "d": None, "e": 10**30}
+    with pytest.raises(ValueError) as info:
+        RetrievalEvaluator(["q"], dict.fromkeys("abcde", "text"), {0: wrong})
+    assert str(info.value).splitlines()[1:] == [
+        "  5 relevances are no whole numbers up to 10,000,000 (query, document, relevance): "
+        f"(0, a, 0.5), (0, b, nan), (0, c, inf), (0, d, None), (0, e, {10**30})"
+    ]
+    evaluator = RetrievalEvaluator(["q"], {"a": "A", "b": "B"}, {0: {"a": np.float32(2.0), "b": -1.0}})
+    assert evaluator(Encoder({"q": [1, 0], "A": [1, 0], "B": [0, 1]})) == dict.fromkeys(METRICS, 1.0)
 
 
 @pytest.mark.parametrize("place, name", enumerate(["queries.jsonl", "corpus.jsonl", "qrels.tsv"]))
