@@ -51,7 +51,7 @@ def encode_texts(
         [n, D] float32.
 
     Raises:
-        ValueError: no limit is known, a wrong template or batch size, or an embedding that is NaN or infinite.
+        ValueError: no limit is known, a wrong limit, template or batch size, or an embedding that is NaN or infinite.
         TypeError: one string in place of a list, or something in the list that is no string.
     """
     if isinstance(texts, str):
@@ -87,10 +87,12 @@ def encode_file(
         (n, D), the shape of the result.
 
     Raises:
-        ValueError: lines that cannot be used (all counted, the first ones listed), an empty file, or as
-            `encode_texts`.
+        ValueError: lines that cannot be used (all counted, the first ones listed), an empty file, a target that is
+            the source or no file, or as `encode_texts`.
     """
     source, target = Path(source), Path(target)
+    if target.exists() and source.exists() and target.samefile(source):
+        raise ValueError(f"{target}: is the source {source} itself, which the result would replace: name another file")
     if target.exists() and not target.is_file():
         raise ValueError(f"{target}: is there and no file, so it can't be replaced by the result: name a .npy file")
     count = sum(1 for _ in _lines(source, field))
@@ -150,13 +152,18 @@ def _field(line: str, field: str) -> str:
 def _encode(model, tokenizer, texts: Iterable[str], count, path, max_length, template, batch_size, show_progress):
     """Encodes `count` texts, into memory or, given a path, into a memory-mapped .npy file."""
     encoder = SentenceEncoder.wrap(model)
-    max_length = max_length or encoder.max_seq_length
-    if not max_length:
+    if batch_size < 1:
+        raise ValueError(f"batch_size is {batch_size}; at least 1")
+    if template.count("{text}") != 1:
+        raise ValueError(f"template is {template!r}; it must contain {{text}} exactly once")
+    if max_length is None:
+        max_length = encoder.max_seq_length
+    elif max_length < 1:
+        raise ValueError(f"max_length is {max_length}; at least 1 token, or None for the model's limit")
+    if max_length is None:
         raise ValueError("max_length: neither given nor known from the model")
     if encoder.positions and max_length > encoder.positions:
         raise ValueError(f"max_length is {max_length}, and the model has positions for {encoder.positions} tokens")
-    if batch_size < 1:
-        raise ValueError(f"batch_size is {batch_size}; at least 1")
     tokenize = TextTokenizer(tokenizer, max_length, template)
     shape = (count, encoder.embedding_dim)
     out = np.empty(shape, np.float32) if path is None else np.lib.format.open_memmap(path, "w+", np.float32, shape)

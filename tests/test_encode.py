@@ -63,6 +63,12 @@ def test_template_and_limit(model, tokenizer):
         encode_texts(model, tokenizer, TEXTS, max_length=2)
     with pytest.raises(ValueError, match="max_length: neither given nor known"):
         encode_texts(SentenceEncoder(backbone("qwen2")), tokenizer, TEXTS)
+    for limit in (0, -3):
+        with pytest.raises(ValueError, match=f"max_length is {limit}; at least 1 token, or None"):
+            encode_texts(model, tokenizer, TEXTS, max_length=limit)
+    for template in ("", "query: ", "{text}{text}"):
+        with pytest.raises(ValueError, match=f"^template is {template!r}; it must contain {{text}} exactly once"):
+            encode_texts(model, tokenizer, TEXTS, template=template)
 
 
 def test_no_texts_and_wrong_texts(model, tokenizer):
@@ -173,6 +179,16 @@ def test_an_error_while_encoding_leaves_the_old_result(model, tokenizer, tmp_pat
         encode_file(model, tokenizer, source, out)
     assert out.read_bytes() == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.txt", "out.npy"]
+
+
+def test_the_source_is_not_replaced(model, tokenizer, tmp_path):
+    source = tmp_path / "a.txt"
+    source.write_text("a\n")
+    (tmp_path / "link.npy").symlink_to(source)
+    for target in (source, tmp_path / "link.npy"):
+        with pytest.raises(ValueError, match=f"{target}: is the source {source} itself.*name another file"):
+            encode_file(model, tokenizer, source, target)
+    assert source.read_text() == "a\n"
 
 
 def test_devices_and_folders_are_not_replaced(model, tokenizer, tmp_path):
