@@ -128,6 +128,16 @@ def test_evaluate_by_group(folder, trained, tmp_path, capsys):
     assert main([*words, "--group_field", "colour"]) == 1
 
 
+def test_evaluate_writes_its_output_alone(folder, tmp_path):
+    """No file beside it is replaced on the way, whatever its name."""
+    pairs = tmp_path / "m.json.tmp"
+    pairs.write_bytes((folder / "dev.jsonl").read_bytes())
+    words = ["evaluate", "--model", str(folder / "model"), "--pairs", str(pairs)]
+    assert main([*words, "--output", str(tmp_path / "m.json"), "--query_template", "{text}"]) == 0
+    assert pairs.read_bytes() == (folder / "dev.jsonl").read_bytes()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["m.json", "m.json.tmp"]
+
+
 def test_a_finished_run_is_not_trained_again(folder, trained, caplog):
     config = str(folder / "run.yaml")
     assert main(["train", config, "--embedding_temperature", "0.05"]) == 0

@@ -87,7 +87,15 @@ def table(metrics: dict[str, float], groups: dict[str, dict[str, float]]) -> str
 def evaluate(options) -> int:
     """Runs the command; prints the table."""
     from paddle_infcl.commands.common import load_for_inference
+    from paddle_infcl.commands.options import check_options
 
+    check_options(
+        options,
+        inputs=["pairs", "queries", "corpus", "qrels"],
+        limits=["max_query_len", "max_passage_len"],
+        templates=["query_template", "passage_template"],
+        names=["model", "group_field"],
+    )
     source = options.pairs or options.queries
     if not source:
         raise ValueError("evaluate needs --pairs, or --queries, --corpus and --qrels")
@@ -98,7 +106,8 @@ def evaluate(options) -> int:
     model, tokenizer = load_for_inference(options)
 
     def encode(texts, kind):
-        template = getattr(options, f"{kind}_template") or model.template(kind)
+        template = getattr(options, f"{kind}_template")
+        template = model.template(kind) if template is None else template
         limit = getattr(options, f"max_{kind}_len")
         return encode_texts(
             model,
@@ -119,8 +128,12 @@ def evaluate(options) -> int:
         content = {"model": options.model, "data": source, "metrics": found.metrics}
         if groups:
             content["groups"] = groups
-        Path(options.output).parent.mkdir(parents=True, exist_ok=True)
-        partial = f"{options.output}.tmp"
-        Path(partial).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        os.replace(partial, options.output)
+        target = Path(options.output)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(f".{target.name}.{os.getpid()}.tmp")  # a name that no other file has
+        try:
+            partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            os.replace(partial, target)
+        finally:
+            partial.unlink(missing_ok=True)
     return 0
