@@ -203,7 +203,12 @@ def test_no_checkpoint_to_resume(whole_run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change, message", [({"seed": 12}, "its seed was 11, here it is 12"), ({"rows": 48}, "training rows was 40")]
+    "change, message",
+    [
+        ({"seed": 12}, "its seed was 11, here it is 12"),
+        ({"rows": 48}, "training rows was 40"),
+        ({"no_duplicates": True}, "its no_duplicates was false, here it is true"),
+    ],
 )
 def test_other_data_is_refused(stopped, change, message):
     folder, out = stopped

@@ -173,6 +173,8 @@ class EmbeddingTrainer(EvaluatesRetrieval, UpstreamTrainer):
         args = self.args
         weights_only = args.ignore_load_lr_and_optim
         checkpoint = resume.find_checkpoint(resume_from_checkpoint, args.output_dir, weights_only=weights_only)
+        if checkpoint is not None:
+            resume.check_loss(checkpoint, self.loss_fn, weights_only=weights_only)
         windows, step = self.get_train_dataloader(), 0
         if windows.endless and args.max_steps <= 0:
             raise ValueError("max_steps: the data has no length, so the number of steps must be given")

@@ -133,14 +133,57 @@ def load_position(checkpoint: str) -> Position | None:
 
 def save_loss(folder: str, loss: nn.Layer) -> None:
     """Keeps the loss's parameters (a learnable temperature), if it has any."""
+    file = os.path.join(folder, _LOSS)
     if loss.parameters():
-        paddle.save(loss.state_dict(), os.path.join(folder, _LOSS))
+        paddle.save(loss.state_dict(), file)
+    elif os.path.isfile(file):  # an earlier run's
+        os.remove(file)
+
+
+def _trained_in_loss(checkpoint: str) -> bool:
+    """Whether a checkpoint's run trained parameters of its loss."""
+    file = Path(checkpoint) / _NAMES
+    if not file.is_file():
+        return (Path(checkpoint) / _LOSS).is_file()
+    return any(name.startswith("loss.") for name in json.loads(file.read_text(encoding="utf-8")))
+
+
+def check_loss(checkpoint: str, loss: nn.Layer, *, weights_only: bool = False) -> None:
+    """Says so when the temperature was trained and is not here, or the reverse.
+
+    Args:
+        checkpoint: the one to go on from.
+        loss: this run's.
+        weights_only: a warning is enough, since nothing else of the run goes on.
+
+    Raises:
+        ValueError: the run can't go on with another temperature than the trained one.
+    """
+    was, trains = _trained_in_loss(checkpoint), bool(loss.parameters())
+    if trains and not was:
+        logger.warning(
+            "learnable_temperature was false in the run of %s: T is trained from embedding_temperature, %g, on",
+            checkpoint,
+            loss.temperature,
+        )
+    if trains or not was:
+        return
+    message = (
+        f"it was trained with learnable_temperature: true, which is false here, so T would be embedding_temperature, "
+        f"{loss.temperature:g}, and no longer the trained one"
+    )
+    if not weights_only:
+        raise ValueError(
+            f"resume_from_checkpoint: {checkpoint} can't be continued: {message}. Use learnable_temperature: true, or "
+            "ignore_load_lr_and_optim: true to begin again from its weights"
+        )
+    logger.warning("%s: %s", checkpoint, message)
 
 
 def load_loss(checkpoint: str, loss: nn.Layer) -> None:
     """The reverse of `save_loss`."""
     file = os.path.join(checkpoint, _LOSS)
-    if not loss.parameters():
+    if not loss.parameters() or not _trained_in_loss(checkpoint):
         return
     if os.path.isfile(file):
         loss.set_state_dict(paddle.load(file))

@@ -25,6 +25,7 @@ class Position:
         global_batch: rows of a full window, over all processes.
         seed: of the order of the rows.
         rows_per_epoch: rows of the data; None for a stream.
+        no_duplicates: the sampler's option, which orders the rows as well; None where nobody wrote it down.
     """
 
     epoch: int = 0
@@ -33,6 +34,7 @@ class Position:
     global_batch: int = 0
     seed: int = 0
     rows_per_epoch: int | None = None
+    no_duplicates: bool | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -52,8 +54,8 @@ class TrainingWindows:
     def __init__(self, loader: Any, *, global_batch: int, seed: int, world: int = 1):
         self.loader, self.world = loader, world
         self._sampler = getattr(loader, "sampler", None)
-        rows = getattr(self._sampler, "rows_per_epoch", None)
-        self._now = Position(global_batch=global_batch, seed=seed, rows_per_epoch=rows)
+        rows, apart = (getattr(self._sampler, name, None) for name in ("rows_per_epoch", "no_duplicates"))
+        self._now = Position(global_batch=global_batch, seed=seed, rows_per_epoch=rows, no_duplicates=apart)
         self._placeholders = 0
         self._begun = False
         self._rows_before_resume = 0
@@ -127,18 +129,22 @@ class TrainingWindows:
             while not self.endless and window >= self.windows_in(epoch):
                 window -= self.windows_in(epoch)
                 epoch += 1
-            saved = Position(epoch, window, 0, now.global_batch, now.seed, now.rows_per_epoch)
+            saved = Position(epoch, window, 0, now.global_batch, now.seed, now.rows_per_epoch, now.no_duplicates)
         if not skip_data:
             now.epoch = saved.epoch
             return ["ignore_data_skip: the epoch of the checkpoint begins again"]
+        apart = now.no_duplicates if saved.no_duplicates is None else saved.no_duplicates
         for name, old, new in (
             ("seed", saved.seed, now.seed),
             ("number of training rows", saved.rows_per_epoch, now.rows_per_epoch),
+            ("no_duplicates", apart, now.no_duplicates),
         ):
             if old != new:
+                was, now_is = (str(v).lower() if isinstance(v, bool) else v for v in (old, new))
                 raise ValueError(
-                    f"the checkpoint can't be continued: its {name} was {old}, here it is {new}, so the rows come in "
-                    "another order. Use the same data and seed, or ignore_data_skip: true to begin its epoch again"
+                    f"the checkpoint can't be continued: its {name} was {was}, here it is {now_is}, so the rows come "
+                    "in another order. Use the same data, seed and no_duplicates, or ignore_data_skip: true to begin "
+                    "its epoch again"
                 )
         self._placeholders = global_step
         now.epoch, now.windows, now.rows = saved.epoch, saved.windows, saved.rows
