@@ -88,7 +88,8 @@ class GuidedObjective:
     def groups(self, batch: Batch) -> list[list[Block]]:
         if batch.guide_q is None or batch.guide_p is None:
             raise ValueError("the guided objective needs the guide's vectors of the queries and of the passages")
-        q, p = (guide_vectors(v, batch.q.dtype) for v in (batch.guide_q, batch.guide_p))
+        given = {"guide_q": batch.guide_q, "guide_p": batch.guide_p}
+        q, p = (guide_vectors(vectors, batch.q.dtype, name) for name, vectors in given.items())
         guide = Candidates.from_passages(q, p, batch.own)
         return guided_groups(
             batch.candidates(),

@@ -46,11 +46,43 @@ def guide_threshold(queries: Tensor, positives: Tensor, margin_strategy: str, ma
 
 
 @paddle.no_grad()
-def guide_vectors(vectors: Tensor, dtype: paddle.dtype) -> Tensor:
+def check_finite_guide(name: str, vectors: Tensor, hint: str = "") -> None:
+    """Refuses vectors with NaN or infinity: nothing is above a threshold then, so such a guide drops nothing.
+
+    Waits for the device.
+
+    Args:
+        name: of the vectors.
+        vectors: [n, Dg].
+        hint: what may be the cause.
+
+    Raises:
+        ValueError: says how many vectors are not finite, and which is the first.
+    """
+    wrong = ~paddle.isfinite(vectors.astype(accumulation_dtype(vectors.dtype))).all(axis=-1).numpy()
+    if wrong.any():
+        raise ValueError(
+            f"{name}: {int(wrong.sum())} of {len(wrong)} vectors of the guide are not finite, the first is number "
+            f"{int(wrong.argmax())}: such a guide would drop nothing{hint}"
+        )
+
+
+@paddle.no_grad()
+def guide_vectors(vectors: Tensor, dtype: paddle.dtype, name: str = "guide") -> Tensor:
     """[n, Dg] the guide's vectors with length 1, without gradient, in the dtype of the trained ones.
 
     One dtype for all products of a tile; thresholds are then made from the vectors that they are compared with.
+
+    Args:
+        vectors: [n, Dg].
+        dtype: of the trained vectors.
+        name: of the vectors, for the error.
+
+    Raises:
+        ValueError: vectors on a CPU are not finite. Elsewhere the device would have to be waited for.
     """
+    if vectors.place.is_cpu_place():
+        check_finite_guide(name, vectors)
     return l2_normalize(vectors.detach().astype(accumulation_dtype(vectors.dtype))).astype(dtype)
 
 
@@ -134,7 +166,8 @@ def guided_inf_cl_loss(
     Args:
         columns: [anchor, positive, negative 1, ...], each [B, D]; scaled to length 1 here. A zero vector has
             similarity 0 and gradient 0.
-        guide_columns: the guide's vectors of the same texts, each [B, Dg]; scaled here, without gradient.
+        guide_columns: the guide's vectors of the same texts, each [B, Dg]; scaled here, without gradient. That they
+            are finite is checked on a CPU only: elsewhere vectors of NaN drop nothing, and no error says so.
         temperature: T. A tensor of one element gets its gradient.
         margin_strategy: "absolute": dropped above t - margin; "relative": above t - |t| margin.
         margin: m; here it lowers the threshold.
@@ -152,7 +185,8 @@ def guided_inf_cl_loss(
         0-d loss.
 
     Raises:
-        ValueError: columns that don't fit each other, or an option that is none of its values.
+        ValueError: columns that don't fit each other, guide vectors on a CPU that are not finite, or an option that
+            is none of its values.
 
     Example:
         >>> import paddle
@@ -170,7 +204,8 @@ def guided_inf_cl_loss(
         )
     with paddle.no_grad():
         dtype = columns[0].dtype
-        guide = Candidates.from_columns([guide_vectors(g, dtype) for g in guide_columns], normalize=False)
+        vectors = [guide_vectors(g, dtype, f"guide_columns[{k}]") for k, g in enumerate(guide_columns)]
+        guide = Candidates.from_columns(vectors, normalize=False)
         groups = guided_groups(
             batch,
             guide,

@@ -12,6 +12,7 @@ from paddle import Tensor
 
 from paddle_infcl.arguments import EmbeddingArgument
 from paddle_infcl.data.templates import TextTokenizer
+from paddle_infcl.functional.guided import check_finite_guide
 from paddle_infcl.functional.vectors import l2_normalize
 from paddle_infcl.modeling import SentenceEncoder, encoder_from_pretrained
 
@@ -23,10 +24,11 @@ class Guide:
         encoder: anything with `encode(input_ids, attention_mask) -> [n, Dg]`.
         tokenizer: its tokenizer.
         batch_size: texts that go through it at once.
+        name: what errors call it.
     """
 
-    def __init__(self, encoder: SentenceEncoder, tokenizer: Any, batch_size: int = 32):
-        self.encoder, self.tokenizer, self.batch_size = encoder, tokenizer, batch_size
+    def __init__(self, encoder: SentenceEncoder, tokenizer: Any, batch_size: int = 32, name: str = "the guide"):
+        self.encoder, self.tokenizer, self.batch_size, self.name = encoder, tokenizer, batch_size, name
         self.encoder.eval()
         for parameter in self.encoder.parameters():
             parameter.stop_gradient = True
@@ -44,7 +46,7 @@ class Guide:
         encoder, tokenizer = encoder_from_pretrained(
             path, pooling=arguments.guide_pooling, dtype=arguments.guide_dtype
         )
-        return cls(encoder, tokenizer, arguments.guide_batch_size)
+        return cls(encoder, tokenizer, arguments.guide_batch_size, f"guide_model_name_or_path {path}")
 
     def tokenizers(self, arguments: EmbeddingArgument) -> tuple[TextTokenizer, TextTokenizer]:
         """What makes its ids of queries and of passages."""
@@ -60,7 +62,11 @@ class Guide:
 
     @paddle.no_grad()
     def vectors(self, texts: dict) -> Tensor:
-        """[n, Dg] vectors of length 1 of n tokenised texts, in mini-batches, without gradient."""
+        """[n, Dg] vectors of length 1 of n tokenised texts, in mini-batches, without gradient.
+
+        Raises:
+            ValueError: vectors are not finite. Looked at once for all n texts.
+        """
         parts = []
         for start in range(0, texts["input_ids"].shape[0], self.batch_size):
             part = {name: tensor[start : start + self.batch_size] for name, tensor in texts.items()}
@@ -68,7 +74,9 @@ class Guide:
             if bool(part["attention_mask"][:, :longest].sum() == part["attention_mask"].sum()):
                 part = {name: tensor[:, :longest] for name, tensor in part.items()}  # less padding, where it is right
             parts.append(l2_normalize(self.encoder.encode(part["input_ids"], part["attention_mask"]).detach()))
-        return paddle.concat(parts)
+        vectors = paddle.concat(parts)
+        check_finite_guide(self.name, vectors, "; float16 may overflow in it: set guide_dtype to bfloat16 or float32")
+        return vectors
 
 
 def window_extras(
@@ -86,7 +94,7 @@ def window_extras(
         `guide_q` [B, Dg] and `guide_p` [N, Dg], `teacher_scores` [B, G], as far as they are wanted.
 
     Raises:
-        ValueError: a micro-batch lacks what is wanted.
+        ValueError: a micro-batch lacks what is wanted, or the guide's vectors are not finite.
     """
     extras = {}
     for name in wanted:
@@ -94,9 +102,16 @@ def window_extras(
             raise ValueError(f"a micro-batch has no {name!r}, which the objective needs: the collator makes it")
     if "guide" in wanted:
         parts = [batch["guide"] for batch in window]
-        for name, side in (("guide_q", "query"), ("guide_p", "passages")):
-            ready = "query_vectors" if side == "query" else "passage_vectors"
-            vectors = [paddle.to_tensor(p[ready]) if ready in p else guide.vectors(p[side]) for p in parts]
+        sides = (
+            ("guide_q", "query", "query_vectors", "query_guide"),
+            ("guide_p", "passages", "passage_vectors", "pos_guide or neg_guide"),
+        )
+        for name, side, ready, fields in sides:
+            vectors = []
+            for part in parts:
+                vectors.append(paddle.to_tensor(part[ready]) if ready in part else guide.vectors(part[side]))
+                if ready in part:
+                    check_finite_guide(f"{fields} of the data", vectors[-1])
             extras[name] = paddle.concat(vectors)[: 0 if empty else None]
     if "teacher_scores" in wanted:
         scores = [paddle.to_tensor(batch["teacher_scores"]) for batch in window]
