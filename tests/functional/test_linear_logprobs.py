@@ -103,6 +103,54 @@ def test_the_kernels(dtype, transposed, with_bias, R, D, V, fewest, monkeypatch)
     close(got[1:], want[1:], 2 * ROUNDING[dtype])
 
 
+def rounded_to(dtype):
+    return lambda x: exact(paddle.to_tensor(np.asarray(x, "float32")).astype(dtype))
+
+
+def rare_tokens_and_sure_rows(dtype):
+    """Tokens 40 and on have small probabilities in all rows, and in the first rows so has all but the label."""
+    rng = np.random.default_rng(3)
+    weight = rng.standard_normal([120, 24])
+    labels = rng.integers(0, 40, [60])
+    hidden = 0.3 * rng.standard_normal([60, 24])
+    hidden[:12] += 0.8 * weight[labels[:12]]
+    bias = np.where(np.arange(120) < 40, 0.0, -9.5)
+    return [rounded_to(dtype)(x) for x in (hidden, weight, bias)], labels, rng.standard_normal(60)
+
+
+def textbook_gradients(hidden, weight, bias, labels, g, rounded):
+    """Every array in a half-precision type, as the dense loss has them; sums over an axis are exact."""
+    z = rounded(rounded(hidden @ weight.T) + bias)
+    p = np.exp(rounded(z - np.logaddexp.reduce(z, axis=1, keepdims=True)))
+    dz = rounded(rounded(g)[:, None] * (np.eye(len(bias))[labels] - rounded(p)))
+    return rounded(dz @ weight), rounded(dz.T @ hidden), rounded(dz.sum(0))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("backend, budget", [("paddle", None), ("paddle", 1), ("triton", None), ("triton", 1)])
+def test_half_precision_gradients_row_by_row_are_no_noisier_than_the_textbooks(backend, budget, dtype):
+    """So that a rare token, or a row that is sure of its label, counts as much as what has large gradients."""
+    (hidden, weight, bias), labels, g = rare_tokens_and_sure_rows(dtype)
+    z = hidden @ weight.T + bias
+    p = np.exp(z - np.logaddexp.reduce(z, axis=1, keepdims=True))
+    p[np.arange(12), labels[:12]] = 0.0
+    assert p[:, 40:].max() < 2.0**-12 and np.median(p[:12].max(1)) < 2.0**-12
+    want = linear_label_logprobs(hidden, weight, labels, bias=bias, g=g)[1:]
+    textbook = textbook_gradients(hidden, weight, bias, labels, g, rounded_to(dtype))
+    tensors = [paddle.to_tensor(x.astype("float32")).astype(dtype) for x in (hidden, weight, bias)]
+    h, w, b = tensors
+    _, *got = run(h, w, labels, g, b, backend=backend, memory_budget=budget)
+    # Roundings of the results, which are truncations in bfloat16 under the interpreter; float16 has a smallest number.
+    epsilon = 2.0**-10 if dtype == "float16" else 2.0**-6 if backend == "triton" else 2.0**-8
+    for ours, theirs, right in zip(got, textbook, want, strict=True):
+        rows = [x.reshape(len(x), -1) for x in (ours, theirs, right)]
+        size = np.linalg.norm(rows[2], axis=1)
+        floor = 2.0**-25 * np.sqrt(rows[0].shape[1]) / size if dtype == "float16" else 0.0
+        error, other = (np.linalg.norm(x - rows[2], axis=1) / size for x in rows[:2])
+        assert (error <= epsilon + floor).all() and np.median(error) <= max(epsilon / 2, np.median(other))
+        assert other.max() > 2 * epsilon  # these are rows that half precision can lose
+
+
 @pytest.mark.parametrize("budget", [1, 40000])
 def test_pieces_of_rows_beyond_a_few_add_up_in_fp32(budget, monkeypatch):
     fewest_rows(monkeypatch, 32, roundings=2)
