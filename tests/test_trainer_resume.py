@@ -118,7 +118,6 @@ def test_incomplete_checkpoints_are_passed_over(stopped, caplog):
     assert "checkpoint-3 is incomplete" in caplog.text and max(losses(resumed)) == 3
 
 
-# Large files are not read for this; Paddle names one that it can't parse.
 @pytest.mark.parametrize("name, size", [(n, s) for n in SMALL for s in (0, 40)] + [("optimizer.pdopt", 0)])
 def test_files_that_were_cut_off(stopped, caplog, name, size):
     out = stopped[1]

@@ -395,8 +395,10 @@ class EmbeddingTrainer(EvaluatesRetrieval, UpstreamTrainer):
                 self._rotate_checkpoints(use_mtime=True, output_dir=self.args.output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint=None):
-        super()._load_from_checkpoint(resume_from_checkpoint)
-        if resume_from_checkpoint is not None:
+        if resume_from_checkpoint is None:
+            return super()._load_from_checkpoint(resume_from_checkpoint)
+        with resume.loading(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint)
             resume.load_loss(resume_from_checkpoint, self.loss_fn)
 
     def _load_optimizer_and_scheduler(self, checkpoint):

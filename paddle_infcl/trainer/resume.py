@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pickle
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,33 +20,41 @@ import paddle
 from paddle import nn
 
 from paddle_infcl.log import logger
+from paddle_infcl.trainer.damage import (
+    LOSS,
+    NAMES,
+    POSITION,
+    SCHEDULER,
+    STATE,
+    content,
+    damage,
+    names_in_loss,
+    naming_the_way_out,
+    position_of,
+)
 from paddle_infcl.trainer.windows import Position
-
-_POSITION, _NAMES, _LOSS = "position.json", "parameter_names.json", "loss.pdparams"
-_STATE, _SCHEDULER = "trainer_state.json", "scheduler.pdparams"
 
 
 def _whats_wrong(folder: Path) -> str:
-    """Why a run cannot go on from here: files that are missing or were cut off while they were written; or ""."""
+    """Why a run cannot go on from here: files that are missing, cut off or hold something else; or ""."""
     # PaddleNLP writes the scheduler's state last; its own checkpoints have no position.json.
-    missing = [name for name in (_STATE, _SCHEDULER) if not (folder / name).is_file()]
-    if missing:
-        return f"it lacks {', '.join(missing)}"
-    cut = [f.name for f in folder.iterdir() if f.suffix in (".json", ".pdparams", ".pdopt", ".pth") and _is_cut(f)]
-    return f"{', '.join(sorted(cut))} {'was' if len(cut) == 1 else 'were'} not written to the end" if cut else ""
+    missing = [name for name in (STATE, SCHEDULER) if not (folder / name).is_file()]
+    return f"it lacks {', '.join(missing)}" if missing else damage(folder)
 
 
-def _is_cut(file: Path) -> bool:
-    if file.stat().st_size == 0:
-        return True
-    try:  # the small ones; of the others Paddle says that it can't parse them
-        if file.suffix == ".json":
-            json.loads(file.read_text(encoding="utf-8"))
-        elif file.name == _SCHEDULER:
-            paddle.load(str(file))
-    except (ValueError, EOFError, pickle.UnpicklingError):
-        return True
-    return False
+def way_out(folder: str | Path) -> str:
+    """What to do where a checkpoint can't be resumed: a half sentence, for the end of a message."""
+    folder = Path(folder)
+    others = (other for other in _checkpoints(folder.parent) if other != folder)
+    if whole := next((other for other in others if not _whats_wrong(other)), None):
+        return f". Resume from {whole}, the last whole one beside it, or delete {folder}"
+    return f". There is no other whole checkpoint in {folder.parent}: delete {folder} and start again"
+
+
+def _checkpoints(output_dir: Path) -> list[Path]:
+    """The folders checkpoint-<step>, last steps first."""
+    found = [(int(m[1]), f) for f in output_dir.iterdir() if (m := re.fullmatch(r"checkpoint-(\d+)", f.name))]
+    return [folder for _, folder in sorted(found, reverse=True)]
 
 
 def find_checkpoint(wanted: Any, output_dir: str, *, weights_only: bool = False) -> str | None:
@@ -69,7 +76,7 @@ def find_checkpoint(wanted: Any, output_dir: str, *, weights_only: bool = False)
         if not folder.is_dir():
             raise ValueError(f"resume_from_checkpoint: {folder} can't be resumed: there is no such folder")
         if not weights_only and (wrong := _whats_wrong(folder)):
-            raise ValueError(f"resume_from_checkpoint: {folder} can't be resumed: {wrong}")
+            raise ValueError(f"resume_from_checkpoint: {folder} can't be resumed: {wrong}{way_out(folder)}")
         return str(folder)
     checkpoint = last_checkpoint(output_dir)
     if checkpoint is None:
@@ -81,13 +88,17 @@ def last_checkpoint(output_dir: str) -> str | None:
     """The last complete checkpoint-<step> of a folder; one that was cut off while it was written is passed over."""
     if not os.path.isdir(output_dir):
         return None
-    found = [(int(m[1]), f) for f in Path(output_dir).iterdir() if (m := re.fullmatch(r"checkpoint-(\d+)", f.name))]
-    for _, folder in sorted(found, reverse=True):
+    for folder in _checkpoints(Path(output_dir)):
         if wrong := _whats_wrong(folder):
             logger.warning("%s is incomplete (%s) and passed over", folder, wrong)
         else:
             return str(folder)
     return None
+
+
+def loading(checkpoint: str) -> contextlib.AbstractContextManager[None]:
+    """Within it, an error at a checkpoint's files says what to do: not all damage is seen before they are loaded."""
+    return naming_the_way_out(checkpoint, way_out)
 
 
 def find_best(state: Any, output_dir: str) -> None:
@@ -108,7 +119,7 @@ def find_best(state: Any, output_dir: str) -> None:
 
 def global_step(checkpoint: str) -> int:
     """Optimizer steps that a checkpoint holds."""
-    return int(json.loads((Path(checkpoint) / _STATE).read_text(encoding="utf-8"))["global_step"])
+    return int(json.loads((Path(checkpoint) / STATE).read_text(encoding="utf-8"))["global_step"])
 
 
 def parameter_names(model: nn.Layer, loss: nn.Layer) -> dict[str, str]:
@@ -119,21 +130,21 @@ def parameter_names(model: nn.Layer, loss: nn.Layer) -> dict[str, str]:
 
 def save(folder: str, names: Mapping[str, str], position: Position) -> None:
     """Writes our files into a checkpoint that PaddleNLP has finished."""
-    (Path(folder) / _NAMES).write_text(json.dumps(names, indent=1), encoding="utf-8")
-    partial = Path(folder) / (_POSITION + ".tmp")
+    (Path(folder) / NAMES).write_text(json.dumps(names, indent=1), encoding="utf-8")
+    partial = Path(folder) / (POSITION + ".tmp")
     partial.write_text(json.dumps(position.as_dict()), encoding="utf-8")
-    os.replace(partial, Path(folder) / _POSITION)
+    os.replace(partial, Path(folder) / POSITION)
 
 
 def load_position(checkpoint: str) -> Position | None:
     """The position in the data; None where PaddleNLP's own trainer wrote the checkpoint."""
-    file = Path(checkpoint) / _POSITION
-    return Position(**json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
+    file = Path(checkpoint) / POSITION
+    return position_of(content(file)) if file.is_file() else None
 
 
 def save_loss(folder: str, loss: nn.Layer) -> None:
     """Keeps the loss's parameters (a learnable temperature), if it has any."""
-    file = os.path.join(folder, _LOSS)
+    file = os.path.join(folder, LOSS)
     if loss.parameters():
         paddle.save(loss.state_dict(), file)
     elif os.path.isfile(file):  # an earlier run's
@@ -142,10 +153,8 @@ def save_loss(folder: str, loss: nn.Layer) -> None:
 
 def _trained_in_loss(checkpoint: str) -> bool:
     """Whether a checkpoint's run trained parameters of its loss."""
-    file = Path(checkpoint) / _NAMES
-    if not file.is_file():
-        return (Path(checkpoint) / _LOSS).is_file()
-    return any(name.startswith("loss.") for name in json.loads(file.read_text(encoding="utf-8")))
+    file = Path(checkpoint) / NAMES
+    return bool(names_in_loss(content(file))) if file.is_file() else (Path(checkpoint) / LOSS).is_file()
 
 
 def check_loss(checkpoint: str, loss: nn.Layer, *, weights_only: bool = False) -> None:
@@ -181,14 +190,22 @@ def check_loss(checkpoint: str, loss: nn.Layer, *, weights_only: bool = False) -
 
 
 def load_loss(checkpoint: str, loss: nn.Layer) -> None:
-    """The reverse of `save_loss`."""
-    file = os.path.join(checkpoint, _LOSS)
+    """The reverse of `save_loss`.
+
+    Raises:
+        ValueError: the file holds something else than this loss's parameters; Paddle would pass over them.
+    """
+    file = Path(checkpoint) / LOSS
     if not loss.parameters() or not _trained_in_loss(checkpoint):
         return
-    if os.path.isfile(file):
-        loss.set_state_dict(paddle.load(file))
+    if file.is_file():
+        state, own = content(file), loss.state_dict()
+        here, wanted = ({name: list(v.shape) for name, v in values.items()} for values in (state, own))
+        if here != wanted:
+            raise ValueError(f"{file} holds {here}, the loss has {wanted}{way_out(checkpoint)}")
+        loss.set_state_dict(state)
     else:
-        logger.warning("%s has no %s: the loss's parameters (the temperature) start anew", checkpoint, _LOSS)
+        logger.warning("%s has no %s: the loss's parameters (the temperature) start anew", checkpoint, LOSS)
 
 
 def warn_without_random_state(checkpoint: str, world: int) -> None:
@@ -212,13 +229,14 @@ def optimizer_names(optimizer: Any, checkpoint: str, now: Mapping[str, str]) -> 
         checkpoint: the state's checkpoint; one without `parameter_names.json` is taken as it is.
         now: `parameter_names` of this process.
     """
-    file = Path(checkpoint) / _NAMES
-    then = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    file = Path(checkpoint) / NAMES
+    then = content(file) if file.is_file() else {}
     renamed = {old: now[place] for place, old in then.items() if place in now}
     set_state_dict = optimizer.set_state_dict
     optimizer.set_state_dict = lambda state: set_state_dict(_rename(state, renamed))
     try:
-        yield
+        with loading(checkpoint):
+            yield
     finally:
         del optimizer.set_state_dict
 
