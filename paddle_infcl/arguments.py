@@ -395,7 +395,9 @@ def _coerce_list(value, item):
         value = value.replace(",", " ").split()
     if not isinstance(value, list | tuple):
         value = [value]
-    return [_coerce(v, item) for v in value]
+    if None in (items := [None if v is None else _coerce(v, item) for v in value]):
+        raise ValueError("a list without null")
+    return items
 
 
 def _json(text: str, what: str):

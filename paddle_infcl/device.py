@@ -42,6 +42,7 @@ _GPU_ONLY = {
     "use_fused_linear": False,
     "use_fused_dropout_add": False,
     "offload_optim": False,
+    "guide_dtype": "float32",
 }
 
 

@@ -6,8 +6,13 @@ import os
 
 import pytest
 
+from paddle_infcl import arguments, checks, device
 from paddle_infcl.arguments import parse_config
 from tests.test_arguments import folder, minimal, wrong
+
+
+def defaults():
+    return {name: option.default for name, option in arguments._option_table()[0].items()}
 
 
 @pytest.mark.parametrize("kind", ["absolute", "dots", "relative", "link", "home"])
@@ -69,3 +74,33 @@ def test_steps_that_are_none(minimal, option, value, message):
 def test_steps_that_are_some(minimal):
     for steps in ({"max_steps": -1}, {"max_steps": 1}, {"max_steps": None}, {"eval_steps": 1}, {"save_steps": 1}):
         parse_config({**minimal, **steps})
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_guide_is_float32_on_a_cpu(minimal, folder, monkeypatch, dtype):
+    (folder / "guide").mkdir()
+    guided = {"objective": "guided", "guide_model_name_or_path": str(folder / "guide"), "guide_dtype": dtype}
+    config = parse_config({**minimal, **guided})
+    assert config.embedding.guide_dtype == "float32"
+    assert len(config.notes) == 1 and "runs on the CPU in fp32; without effect here" in config.notes[0]
+    assert f"guide_dtype={dtype}" in config.notes[0]
+    assert not parse_config({**minimal, **guided, "guide_dtype": "float32"}).notes
+    assert "guide_dtype" in wrong({**minimal, **guided, "guide_dtype": "float8"})
+    monkeypatch.setattr(device, "available_device", lambda: ("gpu", ""))
+    on_gpu = checks.check_everything({**defaults(), **minimal, **guided}, set(guided), set())
+    assert "guide_dtype" not in on_gpu.changes and not on_gpu.notes
+
+
+@pytest.mark.parametrize(
+    "option, value",
+    [
+        ("embedding_matryoshka_dims", [8, None]),
+        ("embedding_matryoshka_dims", "[8, null]"),
+        ("embedding_matryoshka_dims", [8, "none"]),
+        ("train_weights", [None]),
+        ("train_files", [None]),
+        ("ranking_directions", ["query_to_doc", None]),
+    ],
+)
+def test_lists_with_nothing_in_them(minimal, option, value):
+    assert wrong({**minimal, option: value})[option] == "must be a list without null"
