@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import pickle
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any
@@ -32,6 +34,36 @@ class _SeededRows:
 
     def __getitem__(self, row: int) -> tuple[Any, int]:
         return self.dataset[row], row_seed(self.seed, self.epoch, row)
+
+
+_ERROR = "an error in a worker"
+
+
+class _InWorker:
+    """Collates rows by their numbers in a worker. Errors come back as a batch: Paddle makes a SystemError of them."""
+
+    def __init__(self, rows: _SeededRows, collator: Callable):
+        self.rows, self.collator = rows, collator
+
+    def __call__(self, numbers: list[int]) -> Any:
+        try:
+            return self.collator([self.rows[number] for number in numbers])
+        except Exception as error:
+            where = traceback.format_exc()
+            try:
+                pickled = pickle.dumps(error)
+                pickle.loads(pickled)
+            except Exception:  # its class takes other arguments, or can't be found by name
+                pickled = pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
+            # Paddle carries texts and bytes beside tensors, but not alone.
+            return {_ERROR: pickled, "where": where, "tensor": np.zeros(1)}
+
+
+def _without_error(batch: Any) -> Any:
+    """A worker's batch. Raises the worker's error, if it is one."""
+    if isinstance(batch, dict) and _ERROR in batch:
+        raise pickle.loads(batch[_ERROR]) from RuntimeError(f"in a worker:\n{batch['where']}")
+    return batch
 
 
 class WindowLoader:
@@ -79,11 +111,15 @@ class WindowLoader:
         windows = list(windows)
         micro_batches = [micro for window in windows for micro in window]
         loader = paddle.io.DataLoader(
-            rows, batch_sampler=micro_batches, collate_fn=self.collator, num_workers=self.num_workers, return_list=True
+            range(len(rows)),
+            batch_sampler=micro_batches,
+            collate_fn=_InWorker(rows, self.collator),
+            num_workers=self.num_workers,
+            return_list=True,
         )
         stream = iter(loader)
         for window in windows:
-            yield [next(stream) for _ in window]
+            yield [_without_error(next(stream)) for _ in window]
 
 
 class MicroBatchWindows:

@@ -7,7 +7,7 @@ import pytest
 
 from paddle_infcl.data.collator import PairCollator
 from paddle_infcl.data.loader import MicroBatchWindows, WindowLoader
-from paddle_infcl.data.rows import Example
+from paddle_infcl.data.rows import DataError, Example
 from paddle_infcl.data.sampler import WindowSampler
 
 
@@ -117,6 +117,41 @@ def test_skipping_more_than_there_is(bert):
 
 def test_workers_change_nothing(bert):
     assert plain(list(loader(bert, rows(14), num_workers=2))) == plain(list(loader(bert, rows(14))))
+
+
+class Unpicklable(Exception):
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+
+class Broken(Counting):
+    """Row 7 can't be read."""
+
+    error: Exception
+
+    def __getitem__(self, row):
+        if row == 7:
+            raise self.error
+        return super().__getitem__(row)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+def test_errors_of_workers_are_those_of_the_data(bert, num_workers):
+    data = Broken(rows(14))
+    data.error = DataError("pairs.jsonl, line 8: changed after it was checked", {"changed": 1})
+    with pytest.raises(DataError) as caught:
+        list(loader(bert, data, num_workers=num_workers))
+    assert str(caught.value) == "pairs.jsonl, line 8: changed after it was checked"
+    assert caught.value.counts == {"changed": 1}
+    if num_workers:
+        assert "in __getitem__" in str(caught.value.__cause__)
+
+
+def test_errors_of_workers_that_cannot_travel(bert):
+    data = Broken(rows(14))
+    data.error = Unpicklable("this", "that")
+    with pytest.raises(RuntimeError, match=r"^Unpicklable: this and that$"):
+        list(loader(bert, data, num_workers=1))
 
 
 def test_a_rank_without_rows_gets_empty_windows(bert):
