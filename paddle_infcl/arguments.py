@@ -271,7 +271,7 @@ def _read_file(path: Path) -> dict[str, typing.Any]:
     if kind not in (".json", ".yaml", ".yml"):
         raise ConfigError([Problem(str(path), None, "a configuration ends in .json, .yaml or .yml")])
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # some editors begin with a byte-order mark
         if kind == ".json":
             content = json.loads(text, object_pairs_hook=_without_repeats)
         else:

@@ -104,3 +104,10 @@ def test_the_guide_is_float32_on_a_cpu(minimal, folder, monkeypatch, dtype):
 )
 def test_lists_with_nothing_in_them(minimal, option, value):
     assert wrong({**minimal, option: value})[option] == "must be a list without null"
+
+
+@pytest.mark.parametrize("name, text", [("a.json", '{"seed": 5}'), ("a.yaml", "seed: 5")])
+def test_files_with_a_byte_order_mark(minimal, tmp_path, name, text):
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text.encode())
+    words = [f"--{option}={value[0] if isinstance(value, list) else value}" for option, value in minimal.items()]
+    assert parse_config([str(tmp_path / name), *words]).training.seed == 5
