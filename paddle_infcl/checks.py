@@ -97,9 +97,21 @@ def check_everything(values: Mapping, given: set[str], broken: set[str]) -> Chec
     _check_model(v, found)
     _check_data(v, found)
     _check_evaluation(v, found)
+    named = {p.option for p in found.problems}
+    found.problems += [p for p in _infinite(values) if p.option not in named]
     found.problems = [p for p in found.problems if p.option not in broken]
     found.missing = [p for p in found.missing if p.option not in broken]
     return found
+
+
+def _infinite(values: Mapping) -> list[Problem]:
+    """Numbers that no option can have; with max_steps there may be endless epochs."""
+    return [
+        Problem(name, value, "must be a finite number")
+        for name, value in values.items()
+        if isinstance(value, float) and not math.isfinite(value)
+        if (name, value) != ("num_train_epochs", math.inf)
+    ]
 
 
 def _needs(v, problems: list[Problem]) -> Callable[[bool, str, str], None]:

@@ -37,6 +37,13 @@ def check_training(v, need: Callable[[bool, str, str], None]) -> None:
     need(0 < v.learning_rate < math.inf, "learning_rate", "must be positive and finite")
     for option in ("weight_decay", "max_grad_norm", "warmup_steps", "dataloader_num_workers"):
         need(0 <= getattr(v, option) < math.inf, option, "must be 0 or more")
+    for option in ("warmup_ratio", "lr_end", "adam_epsilon"):
+        most, words = (1, "between 0 and 1") if option == "warmup_ratio" else (math.inf, "0 or more")
+        need(0 <= getattr(v, option) <= most, option, f"must be {words}")
+    for option in ("hidden_dropout_prob", "attention_probs_dropout_prob", "adam_beta1", "adam_beta2"):
+        need(0 <= getattr(v, option) < 1, option, "must be 0 or more and less than 1")
+    for option in ("scale_loss", "power"):
+        need(getattr(v, option) > 0, option, "must be positive")
     need(0 <= v.seed < 2**32, "seed", "must be 0 or more and below 2^32")
     # PaddleNLP takes 0 and -1 as "never", without a word.
     for what in ("logging", "save"):

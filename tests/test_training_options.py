@@ -111,3 +111,43 @@ def test_files_with_a_byte_order_mark(minimal, tmp_path, name, text):
     (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text.encode())
     words = [f"--{option}={value[0] if isinstance(value, list) else value}" for option, value in minimal.items()]
     assert parse_config([str(tmp_path / name), *words]).training.seed == 5
+
+
+@pytest.mark.parametrize(
+    "option, value, message",
+    [
+        ("warmup_ratio", 1.5, "must be between 0 and 1"),
+        ("warmup_ratio", -0.1, "must be between 0 and 1"),
+        ("hidden_dropout_prob", 2, "must be 0 or more and less than 1"),
+        ("attention_probs_dropout_prob", 1, "must be 0 or more and less than 1"),
+        ("adam_beta1", 1, "must be 0 or more and less than 1"),
+        ("adam_beta2", -0.5, "must be 0 or more and less than 1"),
+        ("adam_epsilon", -1e-8, "must be 0 or more"),
+        ("lr_end", -1, "must be 0 or more"),
+        ("scale_loss", 0, "must be positive"),
+        ("power", 0, "must be positive"),
+        ("early_stopping_threshold", float("inf"), "must be a finite number"),
+        ("num_cycles", float("nan"), "must be a finite number"),
+        ("adam_epsilon", float("inf"), "must be a finite number"),
+    ],
+)
+def test_ranges_of_numbers(minimal, option, value, message):
+    assert wrong({**minimal, option: value}) == {option: message}
+
+
+def test_numbers_at_the_ends_of_their_ranges(minimal):
+    zeros = ("warmup_ratio", "hidden_dropout_prob", "attention_probs_dropout_prob", "adam_beta1", "lr_end")
+    parse_config({**minimal, **dict.fromkeys(zeros, 0.0)})
+    parse_config({**minimal, "warmup_ratio": 1})
+
+
+def test_no_number_is_nan_or_infinite(minimal):
+    """Every option that is a number names itself."""
+    table, _ = arguments._option_table()
+    floats = [name for name, option in table.items() if "float" in str(option.type).lower()]
+    assert len(floats) > 25
+    for value in (float("nan"), float("inf")):
+        given = {name: [value] if "List" in str(table[name].type) else value for name in floats}
+        assert set(floats) <= set(wrong({**minimal, **given}))
+    parse_config({**minimal, "num_train_epochs": float("inf"), "max_steps": 3})
+    assert "num_train_epochs" in wrong({**minimal, "num_train_epochs": float("nan"), "max_steps": 3})
