@@ -99,7 +99,7 @@ def main() -> None:
     check(lambda: dispatch.launch(scale_kernel, (4,), x, out, 2.0, 1000, BLOCK=256, num_warps=8))
     check(lambda: dispatch.launch(scale_kernel, (4,), None, out, 2.0, 1000, BLOCK=256, num_warps=8))
     check(lambda: dispatch.launch(scale_kernel, (4,), Rows(x, 1), out, out, 999, BLOCK=256, num_warps=8))
-    # Four kinds of numbers, for each of which Triton compiles anew: one, and multiples of 16 or not, of 32 bits or more.
+    # Triton compiles anew for one, for multiples of 16, and for either beyond 32 bits.
     for n in (1, 16, 2**31, 2**31 + 1):
         check(lambda n=n: dispatch.launch(scale_kernel, (4,), x, x, 2.0, n, BLOCK=256, num_warps=8))
     check(lambda: dispatch.launch(sum_kernel, (1,), x, out, 1, 1.0, LARGEST=True, BLOCK=256))
