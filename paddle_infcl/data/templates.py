@@ -89,7 +89,7 @@ class TextTokenizer:
         tokenizer: any PaddleNLP tokenizer.
         max_length: limit for the whole sequence, in tokens.
         template: must contain {text} once.
-        name: what the texts are, for messages; the option is called max_<name>_len.
+        name: what the texts are, for messages: the options are then called <name>_template and max_<name>_len.
         pad_to_multiple_of: round the padded length up to a multiple, but not beyond `max_length`.
         padding_side: "right" or "left".
 
@@ -103,18 +103,19 @@ class TextTokenizer:
         max_length: int,
         template: str = "{text}",
         *,
-        name: str = "text",
+        name: str | None = None,
         pad_to_multiple_of: int | None = None,
         padding_side: str = "right",
     ):
+        template_option, limit = (f"{name}_template", f"max_{name}_len") if name else ("template", "max_length")
         if template.count("{text}") != 1:
-            raise ValueError(f"{name}_template is {template!r}; it must contain {{text}} exactly once")
+            raise ValueError(f"{template_option} is {template!r}; it must contain {{text}} exactly once")
         if padding_side not in ("right", "left"):
             raise ValueError(f"padding_side is {padding_side!r}; right or left")
         if pad_to_multiple_of is not None and pad_to_multiple_of < 1:
             raise ValueError(f"pad_to_multiple_of is {pad_to_multiple_of}; at least 1, or none")
         if isinstance(max_length, bool) or int(max_length) != max_length or max_length < 1:
-            raise ValueError(f"max_{name}_len is {max_length!r}; a whole number of tokens from 1 on")
+            raise ValueError(f"{limit} is {max_length!r}; a whole number of tokens from 1 on")
         before, after = template.split("{text}")
         left, right = _special_ids(tokenizer)
         prefix, suffix = (
@@ -128,9 +129,9 @@ class TextTokenizer:
         self.room = self.max_length - len(self.prefix) - len(self.suffix)
         if self.room < 1:
             raise ValueError(
-                f"{name}_template {template!r} takes {len(self.prefix) + len(self.suffix)} tokens "
-                f"({len(left) + len(right)} of them special tokens) and max_{name}_len is {self.max_length}: no token "
-                f"of the {name} would fit. Shorten the template or raise max_{name}_len"
+                f"{template_option} {template!r} takes {len(self.prefix) + len(self.suffix)} tokens "
+                f"({len(left) + len(right)} of them special tokens) and {limit} is {self.max_length}: no token "
+                f"of the {name or 'text'} would fit. Shorten the template or raise {limit}"
             )
         self.pad_id = padding_id(tokenizer)
         self.pad_to_multiple_of = pad_to_multiple_of

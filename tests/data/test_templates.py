@@ -82,6 +82,10 @@ def test_a_template_longer_than_the_limit(make_tokenizer, kind):
         ({"max_length": 0}, "from 1 on"),
         ({"max_length": 1.5}, "from 1 on"),
         ({"max_length": 2}, "no token"),
+        ({"max_length": 0}, "^max_length is 0"),
+        ({"template": "x"}, "^template is 'x'"),
+        ({"max_length": 0, "name": "query"}, "^max_query_len is 0"),
+        ({"template": "x", "name": "query"}, "^query_template is 'x'"),
     ],
 )
 def test_wrong_options(bert, options, message):
