@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from paddle_infcl.data.templates import TextTokenizer
 from paddle_infcl.modeling import SentenceEncoder
+from paddle_infcl.paths import same_path
 
 BLOCK = 16384
 """Texts that are tokenised, sorted by length and encoded together."""
@@ -91,7 +92,7 @@ def encode_file(
             the source or no file, or as `encode_texts`.
     """
     source, target = Path(source), Path(target)
-    if target.exists() and source.exists() and target.samefile(source):
+    if source.exists() and same_path(source, target):
         raise ValueError(f"{target}: is the source {source} itself, which the result would replace: name another file")
     if target.exists() and not target.is_file():
         raise ValueError(f"{target}: is there and no file, so it can't be replaced by the result: name a .npy file")
@@ -154,8 +155,6 @@ def _encode(model, tokenizer, texts: Iterable[str], count, path, max_length, tem
     encoder = SentenceEncoder.wrap(model)
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}; at least 1")
-    if template.count("{text}") != 1:
-        raise ValueError(f"template is {template!r}; it must contain {{text}} exactly once")
     if max_length is None:
         max_length = encoder.max_seq_length
     elif max_length < 1:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from paddle_infcl.device import world_size
+from paddle_infcl.paths import same_path
 
 
 def check_training(v, need: Callable[[bool, str, str], None]) -> None:
@@ -81,15 +82,7 @@ def _check_overwriting(v, need) -> None:
     for option in ("model_name_or_path", "guide_model_name_or_path"):
         path = getattr(v, option)
         message = f"is the folder of {option} as well, whose weights the trained model would replace: name another one"
-        need(not (path and _same_folder(v.output_dir, path)), "output_dir", message)
-
-
-def _same_folder(one: str, other: str) -> bool:
-    one, other = (os.path.expanduser(path) for path in (one, other))
-    try:
-        return os.path.samefile(one, other)
-    except OSError:  # one of them is not there yet
-        return os.path.realpath(one) == os.path.realpath(other)
+        need(not (path and same_path(*map(os.path.expanduser, (v.output_dir, path)))), "output_dir", message)
 
 
 def word(option: typing.Any) -> typing.Any:

@@ -3,18 +3,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 from paddle_infcl.checks import ConfigError, Problem
-
-
-def same_file(one: str | os.PathLike, other: str | os.PathLike) -> bool:
-    """Whether two paths lead to one file, through links as well, whether it is there or not."""
-    try:
-        return os.path.samefile(one, other)
-    except OSError:
-        return os.path.realpath(one) == os.path.realpath(other)
+from paddle_infcl.paths import same_path
 
 
 def check_options(
@@ -46,7 +38,7 @@ def check_options(
         need(getattr(options, option) != "", option, "must not be empty; leave it out for the default")
     for option in inputs:
         file = getattr(options, option)
-        if file and options.output and same_file(file, options.output):
+        if file and options.output and same_path(file, options.output):
             message = f"is the same file as --{option} {file}, which it would overwrite: name another file"
             need(False, "output", message)
     for option in limits:
