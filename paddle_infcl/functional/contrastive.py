@@ -13,7 +13,7 @@ from paddle_infcl.functional.blocks import Block, check_groups, own_columns
 from paddle_infcl.functional.dense import dense_info_nce
 from paddle_infcl.functional.hops import block_functions
 from paddle_infcl.functional.matryoshka import Matryoshka, prefix_groups
-from paddle_infcl.functional.options import check_margin, check_number
+from paddle_infcl.functional.options import check_margin, check_positive
 from paddle_infcl.functional.prefixes import prefix_info_nce
 from paddle_infcl.functional.row_losses import Debiased, RowLoss
 from paddle_infcl.functional.smoothing import check_smoothing, own_above_mean
@@ -32,7 +32,7 @@ def as_scale(temperature: float | Tensor, dtype: paddle.dtype) -> Tensor:
         if temperature.size != 1:
             raise ValueError(f"temperature: a tensor of one element is needed, got shape {list(temperature.shape)}")
         return 1.0 / temperature.astype(accumulation_dtype(dtype))
-    check_number("temperature", temperature, "must be positive and finite", lambda t: 0 < t < float("inf"))
+    check_positive("temperature", temperature)
     return paddle.full([], 1.0 / temperature, dtype=accumulation_dtype(dtype))
 
 

@@ -7,6 +7,7 @@ import paddle
 from paddle import Tensor
 
 from paddle_infcl.functional.contrastive import as_scale
+from paddle_infcl.functional.options import check_positive
 from paddle_infcl.functional.tiles import accumulation_dtype
 
 DISTILLATIONS = ("kl", "margin_mse")
@@ -71,8 +72,7 @@ def distillation_loss(
             f"candidates {list(candidates.shape)} and teacher_scores {list(teacher_scores.shape)} must both be "
             f"[{B}, G], one row per query"
         )
-    if not 0 < teacher_temperature < float("inf"):
-        raise ValueError(f"teacher_temperature: must be positive and finite, got {teacher_temperature}")
+    check_positive("teacher_temperature", teacher_temperature)
     scale = as_scale(temperature, q.dtype).reshape([])
     if B == 0:
         return (q.sum() + p.sum()).astype(scale.dtype) * 0.0

@@ -29,6 +29,11 @@ def check_number(name: str, value: Any, needed: str, fits: Callable[[float], boo
         raise ValueError(f"{name}: {needed}, got {got}")
 
 
+def check_positive(name: str, value: Any) -> None:
+    """Refuses what is no positive and finite number: see `check_number`."""
+    check_number(name, value, "must be positive and finite", lambda x: 0 < x < math.inf)
+
+
 def check_temperature(temperature: float, learnt: str) -> None:
     """Refuses temperatures that are no positive and finite number.
 
@@ -41,7 +46,7 @@ def check_temperature(temperature: float, learnt: str) -> None:
     """
     if isinstance(temperature, Tensor):
         raise ValueError(f"temperature: a number is needed, got a tensor, which would get no gradient; {learnt}")
-    check_number("temperature", temperature, "must be positive and finite", lambda t: 0 < t < math.inf)
+    check_positive("temperature", temperature)
 
 
 def check_margin(margin: float | None, name: str = "margin") -> None:
