@@ -135,8 +135,8 @@ def ending_together(grace: float = GRACE) -> Iterator[None]:
 def end_process(code: int) -> NoReturn:
     """Ends the program; one process of several at once, with everything written out.
 
-    Paddle's process groups now and then abort or hang while the interpreter goes down (gloo, Paddle 3.3, about one run
-    in 20), when all work is done: the launcher then reports a failure.
+    Paddle's process groups now and then abort or hang while the interpreter goes down (gloo, Paddle 3.3), when all
+    work is done: the launcher then reports a failure.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         sys.exit(code)
