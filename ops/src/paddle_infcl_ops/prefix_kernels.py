@@ -10,21 +10,41 @@ import triton.language as tl
 
 from .prefix_rows import share
 from .rows import changing
-from .tiles import LOG2E, SLACK, drop_same_id, load_tile, scalar, tile_at, write_tile
+from .tiles import (
+    LOG2E,
+    OWNER_EXCLUDE,
+    OWNER_NONE,
+    OWNER_ONLY,
+    SLACK,
+    dot_tile,
+    drop_same_id,
+    load_tile,
+    scalar,
+    tile_at,
+    write_tile,
+)
 
 SMALLEST = tl.constexpr(2.0**-126)
-_VECTORS = ["reference", "own", "self_column", "row_ids", "column_ids", "inverse_left", "cosine", "flags"]
+_NONE = tl.constexpr(OWNER_NONE)
+_ONLY = tl.constexpr(OWNER_ONLY)
+_EXCLUDE = tl.constexpr(OWNER_EXCLUDE)
+_CHANGING = ["rows", "row_offset", "part_stride", "part_tiles", "margin"]
+_VECTORS = [
+    "reference", "own", "self_column", "row_ids", "column_ids", "owner", "inverse_left", "cosine", "threshold",
+    "flags",
+]  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rows", "part_stride", "margin"], do_not_specialize_on_alignment=_VECTORS)
+@triton.jit(do_not_specialize=_CHANGING, do_not_specialize_on_alignment=_VECTORS)
 def sweep_kernel(
     left, right, out, scale, inverse_left, inverse_right, reference, cosine, own, self_column, row_ids, column_ids,
-    hits, margin, flags, part_sum, part_max,
-    rows, N, left_stride, right_stride, out_stride, out_rows, vector_stride, part_stride,
+    hits, owner, margin, guide_left, guide_right, threshold, flags, part_sum, part_max,
+    rows, N, DG, row_offset, left_stride, right_stride, out_stride, out_rows, guide_left_stride, guide_right_stride,
+    vector_stride, part_stride, part_tiles,
     DIMS: tl.constexpr, M: tl.constexpr, TMA: tl.constexpr, OUT_TMA: tl.constexpr, IDS: tl.constexpr,
-    MARGIN: tl.constexpr, EVEN_N: tl.constexpr, FLAG_ROWS: tl.constexpr, FLAG_BLOCK: tl.constexpr,
-    PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    OWNER_RULE: tl.constexpr, KEEP_OWN: tl.constexpr, MARGIN: tl.constexpr, EVEN_N: tl.constexpr,
+    FLAG_ROWS: tl.constexpr, FLAG_BLOCK: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """E_s,ij = exp(z_s,ij - reference_s,i), 0 at own and dropped entries, with row sums and largest z.
 
@@ -34,10 +54,11 @@ def sweep_kernel(
             r_s,j; None: sums only.
         scale: number or pointer, 1/T.
         inverse_left, reference, cosine: [M, vector_stride] fp32 from the chunk's first row on; inverse_right: [M, N].
-        own, self_column: [rows] int64; row_ids: [rows, IDS], column_ids: [N, IDS] int64; hits: from `match_kernel`.
+        own, self_column, row_ids, column_ids, hits, owner, row_offset, guide_left, guide_right, threshold: as in
+            `similarity_kernel`; all may be None.
         margin: drops entries whose cosine is above the own pair's plus this, if MARGIN.
         flags: [M, ceil(rows / FLAG_ROWS)] int32: only tiles with a row that is flagged at any prefix are computed.
-        part_sum, part_max: [M, ceil(N / BN), part_stride] fp32.
+        part_sum, part_max: [M, part_tiles, part_stride] fp32, from this block's tiles on.
     """
     num_m = tl.cdiv(rows, BM)
     num_n = tl.cdiv(N, BN)
@@ -64,12 +85,15 @@ def sweep_kernel(
             i = m0 + tl.arange(0, BM)
             j = n0 + tl.arange(0, BN)
             # Entries that don't count start at -inf, which no product changes: the ends need no masks, for which they
-            # have no registers. Few tiles have any such entries.
+            # have no registers. Few tiles have own or self columns, equal ids or the right edge.
             column = tl.arange(0, BN)
-            own_at = tl.load(own + i, mask=i < rows, other=-1) - n0
-            own_here = tl.where((own_at >= 0) & (own_at < BN), own_at, -1).to(tl.int32)
-            edge = tl.max(own_here, axis=0) >= 0
+            edge = False
+            own_here = tl.full((BM,), -1, dtype=tl.int32)
             self_here = own_here
+            if own is not None:
+                own_at = tl.load(own + i, mask=i < rows, other=-1) - n0
+                own_here = tl.where((own_at >= 0) & (own_at < BN), own_at, -1).to(tl.int32)
+                edge = edge | (tl.max(own_here, axis=0) >= 0)
             if self_column is not None:
                 self_at = tl.load(self_column + i, mask=i < rows, other=-1) - n0
                 self_here = tl.where((self_at >= 0) & (self_at < BN), self_at, -1).to(tl.int32)
@@ -77,6 +101,23 @@ def sweep_kernel(
             if not EVEN_N:
                 edge = edge | (n0 + BN > N)
             acc = tl.zeros((BM, BN), dtype=tl.float32)
+            if OWNER_RULE != _NONE or KEEP_OWN:
+                belongs = tl.load(owner + j, mask=j < N, other=-1).to(tl.int32)
+            if guide_left is not None:  # the same at every prefix
+                seen = dot_tile(
+                    guide_left, guide_right, m0, n0, rows, N, DG, guide_left_stride, guide_right_stride,
+                    BM, BN, BK, TMA, UPCAST, PRECISION,
+                )  # fmt: skip
+                theta = tl.load(threshold + i, mask=i < rows, other=0.0)
+                false_negative = seen > (theta + SLACK)[:, None]
+                if KEEP_OWN:
+                    false_negative = false_negative & (belongs[None, :] != (row_offset + i)[:, None])
+                acc = tl.where(false_negative, float("-inf"), acc)
+            if OWNER_RULE == _ONLY:
+                theirs = (belongs[None, :] != (row_offset + i)[:, None]) & (belongs >= 0)[None, :]
+                acc = tl.where(theirs, float("-inf"), acc)
+            elif OWNER_RULE == _EXCLUDE:
+                acc = tl.where(belongs[None, :] == (row_offset + i)[:, None], float("-inf"), acc)
             if edge:
                 out_of_sum = (column[None, :] == own_here[:, None]) | (column[None, :] == self_here[:, None])
                 acc = tl.where(out_of_sum | (j >= N)[None, :], float("-inf"), acc)
@@ -98,7 +139,7 @@ def sweep_kernel(
                 if MARGIN:
                     limit = tl.load(cosine + s * vector_stride + i, mask=i < rows, other=0.0) + margin
                     y = tl.where(acc * f[:, None] * g[None, :] > (limit + SLACK)[:, None], float("-inf"), y)
-                part = (s * num_n + pid_n).to(tl.int64) * part_stride + i
+                part = (s * part_tiles + pid_n).to(tl.int64) * part_stride + i
                 tl.store(part_max + part, tl.max(y, axis=1) + ref, mask=i < rows)
                 e = tl.exp2(y)  # inf where the reference is far too low: such rows are repaired
                 tl.store(part_sum + part, tl.sum(e, axis=1), mask=i < rows)
