@@ -19,7 +19,7 @@ from paddle.autograd import PyLayer
 from . import one_pass, replay, static, tuning, two_pass
 from .dispatch import launch
 from .driver import empty, is_interpreting
-from .gradients import Gradient, scaled, scaled_pair
+from .gradients import Gradient, accumulators, scaled, scaled_pair
 from .launch import Similarity
 from .rows import loss_kernel, sum_kernel
 from .views import dense, number, rows_from, vectors
@@ -61,8 +61,8 @@ def info_nce(groups, *, scale, row_weights, memory_budget: int | None = None):
     groups = [list(group) for group in groups]
     if not paddle.in_dynamic_mode():
         return static.info_nce(info_nce, groups, scale, row_weights, memory_budget)
-    tensors = _distinct(t for group in groups for block in group for t in (block.left, block.right))
-    _check(groups, tensors, memory_budget)
+    tensors = distinct(t for group in groups for block in group for t in (block.left, block.right))
+    check(groups, tensors, memory_budget)
     if isinstance(row_weights, paddle.Tensor):
         row_weights = row_weights.detach()
         row_weights = dense(row_weights if row_weights.dtype == paddle.float32 else row_weights.astype("float32"))
@@ -195,7 +195,7 @@ class _Job:
 
     def _one_pass(self, plans, losses):
         chunks = {id(s): -(-s.B // plan.rows) for g, plan in zip(self.groups, plans, strict=True) for s in g}
-        gradients = self._accumulators(lambda s: chunks[id(s)], interleaved=True)
+        gradients = accumulators(self.groups, self.tensors, self.wanted, lambda s: chunks[id(s)], interleaved=True)
         terms = empty([self.B], paddle.float32, losses) if self.wanted_scale else None
         for k, (group, plan) in enumerate(zip(self.groups, plans, strict=True)):
             one_pass.loss_and_gradients(
@@ -224,7 +224,9 @@ class _Job:
             self.own.append(own)
 
     def _two_passes(self, incoming):
-        gradients = self._accumulators(lambda s: -(-s.B // two_pass.chunk(s, self.budget)[0]))
+        gradients = accumulators(
+            self.groups, self.tensors, self.wanted, lambda s: -(-s.B // two_pass.chunk(s, self.budget)[0])
+        )
         terms = empty([self.B], paddle.float32, self.tensors[0]) if self.wanted_scale else None
         added = False
         for group, lse, own in zip(self.groups, self.lse, self.own, strict=True):
@@ -239,28 +241,6 @@ class _Job:
 
     def _of(self, gradients, tensor):
         return gradients[self.of[id(tensor)]]
-
-    def _accumulators(self, chunks, interleaved=False):
-        """A `Gradient` per wanted tensor; one that is written once needs no fp32 sums.
-
-        A tensor on both sides of a block starts at zero; `interleaved` (chunk by chunk, not block by block), also one
-        on both sides of a group.
-        """
-        writes = [0] * len(self.tensors)
-        both = set()
-        for group in self.groups:
-            if interleaved:
-                both |= {self.of[id(s.left_source)] for s in group} & {self.of[id(s.right_source)] for s in group}
-            for s in group:
-                left, right = self.of[id(s.left_source)], self.of[id(s.right_source)]
-                writes[left] += 1
-                writes[right] += chunks(s) + (s.own is not None)
-                if left == right:
-                    both.add(left)
-        return [
-            Gradient(t, once=writes[k] == 1, zeros=k in both) if self.wanted[k] else None
-            for k, t in enumerate(self.tensors)
-        ]
 
 
 def block_lse(block, scale, *, out=None, memory_budget: int | None = None):
@@ -356,11 +336,11 @@ def _given(like, buffer):
     return Gradient.holding(like, empty(like.shape, paddle.float32, like), written=False)
 
 
-def _distinct(tensors):
+def distinct(tensors):
     return list({id(t): t for t in tensors}.values())
 
 
-def _check(groups, tensors, memory_budget):
+def check(groups, tensors, memory_budget):
     if not groups or not all(groups):
         raise ValueError("groups: at least one group, and every group with at least one block")
     if memory_budget is not None and memory_budget <= 0:

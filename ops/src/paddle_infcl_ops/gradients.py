@@ -75,3 +75,29 @@ class Gradient:
         if not self.written:
             fill_zeros(buffer)
         return buffer if buffer.dtype == self.like.dtype else scaled(buffer, 1.0, self.like.dtype)
+
+
+def accumulators(groups, tensors, wanted, chunks, *, interleaved=False):
+    """A `Gradient` per wanted tensor, else None; one that is written once needs no fp32 sums.
+
+    A tensor on both sides of a block starts at zero; `interleaved` (chunk by chunk, not block by block), also one on
+    both sides of a group.
+
+    Args:
+        groups: lists of `Similarity`, whose sources are among the tensors.
+        wanted: bool per tensor.
+        chunks: how many products add to the right side's gradient of a block.
+    """
+    of = {id(t): k for k, t in enumerate(tensors)}
+    writes = [0] * len(tensors)
+    both = set()
+    for group in groups:
+        if interleaved:
+            both |= {of[id(s.left_source)] for s in group} & {of[id(s.right_source)] for s in group}
+        for s in group:
+            left, right = of[id(s.left_source)], of[id(s.right_source)]
+            writes[left] += 1
+            writes[right] += chunks(s) + (s.own is not None)
+            if left == right:
+                both.add(left)
+    return [Gradient(t, once=writes[k] == 1, zeros=k in both) if wanted[k] else None for k, t in enumerate(tensors)]
