@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import paddle
 from paddle import Tensor
 
-from paddle_infcl.functional.blocks import Block
+from paddle_infcl.functional.blocks import Block, Guide
 from paddle_infcl.functional.budget import distinct_sides
 from paddle_infcl.functional.options import check_margin
 from paddle_infcl.functional.tiles import accumulation_dtype
@@ -72,9 +72,19 @@ def unit_prefixes(groups: Sequence[Sequence[Block]], dim: int) -> list[list[Bloc
     wide = accumulation_dtype(tensors[0].dtype)
     unit = [l2_normalize(t[:, :dim].astype(wide)) for t in tensors]
     return [
-        [dataclasses.replace(block, left=unit[l], right=unit[r]) for block, (l, r) in zip(group, places, strict=True)]
+        [
+            dataclasses.replace(block, left=unit[l], right=unit[r], guide=_wide_guide(block.guide, wide))
+            for block, (l, r) in zip(group, places, strict=True)
+        ]
         for group, places in zip(groups, sides, strict=True)
     ]
+
+
+def _wide_guide(guide: Guide | None, dtype: paddle.dtype) -> Guide | None:
+    """The guide in the type of the vectors beside it, which is one type for all products of a tile."""
+    if guide is None or guide.left.dtype == dtype:
+        return guide
+    return dataclasses.replace(guide, left=guide.left.astype(dtype), right=guide.right.astype(dtype))
 
 
 @paddle.no_grad()
