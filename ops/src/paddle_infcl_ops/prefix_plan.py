@@ -32,7 +32,7 @@ class Blend:
     warps: int
 
 
-_BLEND, _BLEND_INTERPRETED = Blend(64, 256, 1), Blend(32, 128, 1)
+_BLEND, _BLEND_INTERPRETED = Blend(32, 256, 1), Blend(32, 128, 1)
 
 
 def blend(arch: int) -> Blend:

@@ -181,15 +181,18 @@ def state_prefix_kernel(
 
 
 @changing
-def column_sum_kernel(parts, out, tiles, n, ACCUMULATE: tl.constexpr, BLOCK: tl.constexpr):
-    """out[n] (+)= sum over tiles of parts [tiles, n]."""
+def column_sum_kernel(parts, out, tiles, n, ACCUMULATE: tl.constexpr, BT: tl.constexpr, BLOCK: tl.constexpr):
+    """out[n] (+)= sum over tiles of parts [tiles, n]; BT tiles are on their way at a time."""
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    acc = tl.zeros((BLOCK,), dtype=tl.float32)
-    for t in range(0, tiles):
-        acc += tl.load(parts + tl.cast(t, tl.int64) * n + k, mask=k < n, other=0.0)
+    acc = tl.zeros((BT, BLOCK), dtype=tl.float32)
+    for t0 in range(0, tiles, BT):
+        t = t0 + tl.arange(0, BT)
+        both = (t < tiles)[:, None] & (k < n)[None, :]
+        acc += tl.load(parts + t.to(tl.int64)[:, None] * n + k[None, :], mask=both, other=0.0)
+    total = tl.sum(acc, axis=0)
     if ACCUMULATE:
-        acc += tl.load(out + k, mask=k < n, other=0.0)
-    tl.store(out + k, acc, mask=k < n)
+        total += tl.load(out + k, mask=k < n, other=0.0)
+    tl.store(out + k, total, mask=k < n)
 
 
 @changing

@@ -32,7 +32,7 @@ from . import prefix_plan, static, tuning
 from .contrastive import RunsJob, as_it_is
 from .dispatch import launch
 from .driver import empty, is_interpreting
-from .gradients import scaled
+from .gradients import scaled, scaled_pair
 from .launch import FLAG_ROWS, Similarity, cdiv, precision, row_block, upcast
 from .prefix_kernels import blend_kernel, segments_kernel, sweep_kernel
 from .prefix_rows import (
@@ -208,8 +208,11 @@ class _Job:
 
     def backward(self, incoming):
         s = self.s
-        dleft = scaled(self.dleft, incoming, s.dtype) if self.wanted[0] else None
-        dright = scaled(self.dright, incoming, s.dtype) if self.wanted[1] else None
+        if all(self.wanted):
+            dleft, dright = scaled_pair(self.dleft, s.dtype, self.dright, s.dtype, incoming)
+        else:
+            dleft = scaled(self.dleft, incoming, s.dtype) if self.wanted[0] else None
+            dright = scaled(self.dright, incoming, s.dtype) if self.wanted[1] else None
         if not self.learnable:
             return dleft, dright
         dscale = None
@@ -293,8 +296,8 @@ class _Job:
         if right_wanted:
             self._dright(r0, count, E)
             launch(
-                column_sum_kernel, (cdiv(M * N, 1024),), self.column_parts, self.radial, cdiv(count, blend.BR), M * N,
-                ACCUMULATE=r0 > 0, BLOCK=1024, num_warps=4,
+                column_sum_kernel, (cdiv(M * N, 256),), self.column_parts, self.radial, cdiv(count, blend.BR), M * N,
+                ACCUMULATE=r0 > 0, BT=32, BLOCK=256, num_warps=8,
             )  # fmt: skip
         launch(
             finish_prefix_kernel, (cdiv(count, 4),), sums, used, split_rows, 0 if sums is None else row_stride(sums),
