@@ -19,7 +19,7 @@ from paddle.autograd import PyLayer
 from . import one_pass, replay, static, tuning, two_pass
 from .dispatch import launch
 from .driver import empty, is_interpreting
-from .gradients import Gradient, accumulators, scaled, scaled_pair
+from .gradients import Gradient, accumulators, scaled, scaled_results
 from .launch import Similarity
 from .rows import loss_kernel, sum_kernel
 from .views import dense, number, rows_from, vectors
@@ -63,18 +63,22 @@ def info_nce(groups, *, scale, row_weights, memory_budget: int | None = None):
         return static.info_nce(info_nce, groups, scale, row_weights, memory_budget)
     tensors = distinct(t for group in groups for block in group for t in (block.left, block.right))
     check(groups, tensors, memory_budget)
-    if isinstance(row_weights, paddle.Tensor):
-        row_weights = row_weights.detach()
-        row_weights = dense(row_weights if row_weights.dtype == paddle.float32 else row_weights.astype("float32"))
-    else:
-        row_weights = float(row_weights)
-        if is_interpreting():  # which hands over bare floats, that have no type to ask for
-            row_weights = paddle.full([tensors[0].shape[0]], row_weights, dtype="float32")
+    row_weights = as_row_weights(row_weights, tensors[0].shape[0])
     learns = paddle.is_grad_enabled()
     wanted = [learns and not t.stop_gradient for t in tensors]
     job = _Job(groups, tensors, scale, row_weights, memory_budget, wanted, learns)
     with static.Untraced():
         return RunsJob.apply(job, scale, *tensors) if job.scale_is_tensor else RunsJob.apply(job, *tensors)
+
+
+def as_row_weights(weights, rows: int):
+    """Weights of rows as kernels take them: a float, or [rows] fp32."""
+    if isinstance(weights, paddle.Tensor):
+        weights = weights.detach()
+        return dense(weights if weights.dtype == paddle.float32 else weights.astype("float32"))
+    if is_interpreting():  # which hands over bare floats, that have no type to ask for
+        return paddle.full([rows], float(weights), dtype="float32")
+    return float(weights)
 
 
 class RunsJob(PyLayer):
@@ -124,12 +128,12 @@ class _Job:
         if not all(plans):
             losses = empty([len(self.groups) * self.B], paddle.float32, self.tensors[0])
             self._log_sum_exps(losses)
-            return _total(losses)
+            return total_of(losses)
         sums = sum(4 * math.prod(t.shape) for t in self.tensors)
         with replay.recording(key, inputs, self.budget, sums) as keep:
             losses = empty([len(self.groups) * self.B], paddle.float32, self.tensors[0])
             self._one_pass(plans, losses)
-            loss = _total(losses)
+            loss = total_of(losses)
             results = [loss, *(g.buffer for g in self.gradients if g is not None)]
             keep(results if self.scale_terms is None else [*results, self.scale_terms])
         return loss
@@ -174,7 +178,7 @@ class _Job:
             gradients = [g and g.result() for g in gradients]
             incoming = None
         else:
-            gradients = self._scaled(incoming)
+            gradients = scaled_results(self.gradients, incoming)
             terms = self.scale_terms
         scale_gradient = None
         if terms is not None:
@@ -182,16 +186,6 @@ class _Job:
             launch(sum_kernel, (1,), terms, total, int(terms.size), 1.0, LARGEST=False, BLOCK=4096, num_warps=8)
             scale_gradient = scaled(total, 1.0 if incoming is None else incoming, self.scale.dtype)
         return (scale_gradient, *gradients) if self.scale_is_tensor else tuple(gradients)
-
-    def _scaled(self, incoming):
-        """The gradients that the forward made, times the incoming one."""
-        there = [g for g in self.gradients if g is not None]
-        if len(there) == 2:
-            done = scaled_pair(*(x for g in there for x in (g.buffer, g.like.dtype)), incoming)
-        else:
-            done = [scaled(g.buffer, incoming, g.like.dtype) for g in there]
-        done = iter(done)
-        return [g and next(done) for g in self.gradients]
 
     def _one_pass(self, plans, losses):
         chunks = {id(s): -(-s.B // plan.rows) for g, plan in zip(self.groups, plans, strict=True) for s in g}
@@ -324,7 +318,8 @@ class _Pair:
         self.left, self.right, self.own = left, right, own
 
 
-def _total(losses):
+def total_of(losses):
+    """Their sum, 0-d."""
     loss = empty([], paddle.float32, losses)
     launch(sum_kernel, (1,), losses, loss, int(losses.size), 1.0, LARGEST=False, BLOCK=4096, num_warps=8)
     return loss

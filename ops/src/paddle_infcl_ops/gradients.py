@@ -77,6 +77,17 @@ class Gradient:
         return buffer if buffer.dtype == self.like.dtype else scaled(buffer, 1.0, self.like.dtype)
 
 
+def scaled_results(gradients, incoming):
+    """What each of these holds times the incoming gradient, in its tensor's dtype; None stays None."""
+    there = [g for g in gradients if g is not None]
+    if len(there) == 2:
+        done = scaled_pair(*(x for g in there for x in (g.buffer, g.like.dtype)), incoming)
+    else:
+        done = [scaled(g.buffer, incoming, g.like.dtype) for g in there]
+    done = iter(done)
+    return [g and next(done) for g in gradients]
+
+
 def accumulators(groups, tensors, wanted, chunks, *, interleaved=False):
     """A `Gradient` per wanted tensor, else None; one that is written once needs no fp32 sums.
 

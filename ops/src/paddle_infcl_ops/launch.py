@@ -24,7 +24,8 @@ from .tiles import (
 )
 from .views import can_describe, contiguous_rows, dense, describe, number, row_stride, rows_from
 
-_OWNER_RULES = {None: OWNER_NONE, "only": OWNER_ONLY, "exclude": OWNER_EXCLUDE}
+#: `owner_rule` of a block as kernels take it.
+OWNER_RULES = {None: OWNER_NONE, "only": OWNER_ONLY, "exclude": OWNER_EXCLUDE}
 _HARDNESS = {"own": HARDNESS_OWN, "others": HARDNESS_OTHERS, "all": HARDNESS_ALL}
 #: Rows that share one flag of the repair.
 FLAG_ROWS = 16
@@ -152,7 +153,7 @@ class Similarity:
             count, N, c0, D, DG, block.row_offset + r0, left_stride, right_stride, out_stride,
             guide_left_stride, guide_right_stride, part_stride,
             MODE=mode, TMA=self.described, OUT_TMA=tma_out, GUIDE_TMA=self.described,
-            IDS=self.ids, OWNER_RULE=_OWNER_RULES[block.owner_rule],
+            IDS=self.ids, OWNER_RULE=OWNER_RULES[block.owner_rule],
             KEEP_OWN=block.guide is not None and block.guide.keep_own, HARDNESS=self.hardness,
             EVEN_N=N % tile.BN == 0, FLAG_ROWS=min(FLAG_ROWS, tile.BM), FLAG_BLOCK=256, PARTS=tile.parts,
             BM=tile.BM, BN=tile.BN, BK=tile.BK, GROUP=tile.group, FLATTEN=tile.flatten and flags is None,
@@ -215,6 +216,7 @@ __all__ = [
     "EXP",
     "FLAG_ROWS",
     "LSE",
+    "OWNER_RULES",
     "Similarity",
     "cdiv",
     "precision",
