@@ -173,7 +173,7 @@ def read_row(E, i, j, N, E_stride, E_rows, M: tl.constexpr):
 @changing
 def blend_kernel(
     E, per_row, inverse_right, row_parts, column_parts, rows, N, E_stride, E_rows, part_stride,
-    M: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, FAST: tl.constexpr,
+    M: tl.constexpr, MP: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """E becomes C, in place, and the sums of G z that the lengths' gradients need are made on the way.
 
@@ -182,7 +182,7 @@ def blend_kernel(
 
     Args:
         per_row: [rows, M, 3] fp32, see `state_prefix_kernel`.
-        row_parts: [ceil(N / BN), part_stride, M] fp32: sum_j G z.
+        row_parts: [ceil(N / BN), part_stride, MP >= M] fp32: sum_j G z.
         column_parts: [ceil(rows / BR), M, N] fp32: sum_i G z; may be None.
 
     A program, meant to be one warp, walks down BR rows: sums over columns stay inside it, those over rows inside a
@@ -222,7 +222,7 @@ def blend_kernel(
                 tl.store(at, blended.to(E.dtype.element_ty), mask=j < N)
             # Zeros add nothing, whatever their logarithm, as long as it is a number.
             product = e * (log2_(tl.maximum(e, SMALLEST), FAST) + ref)
-            part = (tl.cast(pid_n, tl.int64) * part_stride + i) * M + M - 1 - t
+            part = (tl.cast(pid_n, tl.int64) * part_stride + i) * MP + M - 1 - t
             tl.store(row_parts + part, tl.sum(product, axis=0) * of_sums)
             summed = summed + (columns[t] + product * of_sums,)
         columns = summed

@@ -35,6 +35,11 @@ class Blend:
 _BLEND, _BLEND_INTERPRETED = Blend(32, 256, 1), Blend(32, 128, 1)
 
 
+def padded(M: int) -> int:
+    """How many numbers per row the sums of M prefixes take, so that rows can be read several at a time."""
+    return 1 << (M - 1).bit_length()
+
+
 def blend(arch: int) -> Blend:
     """On the GPU, or (0) in the interpreter, where several programs even in a tiny problem are wanted."""
     return _BLEND if arch else _BLEND_INTERPRETED
@@ -117,7 +122,7 @@ def cut(
     M, width = len(dims), dims[-1]
     per_row = M * cdiv(N, sweep.BN) * 8
     if differentiates:
-        per_row += M * (N * itemsize + cdiv(N, _BLEND.BN) * 4 + N * 4 // _BLEND.BR + 12) + width * itemsize
+        per_row += M * (N * itemsize + N * 4 // _BLEND.BR + 12) + padded(M) * cdiv(N, _BLEND.BN) * 4 + width * itemsize
 
     def scratch(splits):
         return per_row + (splits * width * 4 if differentiates else 0)

@@ -195,14 +195,23 @@ def column_sum_kernel(parts, out, tiles, n, ACCUMULATE: tl.constexpr, BT: tl.con
     tl.store(out + k, total, mask=k < n)
 
 
+@triton.jit
+def of_segment(values, c, DIMS: tl.constexpr, M: tl.constexpr, BD: tl.constexpr):
+    """[BD]: of M values, one per segment, those of the segments of columns c."""
+    picked = tl.zeros((BD,), dtype=tl.float32) + values[M - 1]
+    for s in tl.static_range(M - 2, -1, -1):
+        picked = tl.where(c < DIMS[s], values[s], picked)
+    return picked
+
+
 @changing
 def finish_prefix_kernel(
     parts, splits, split_rows, parts_stride, row_parts, tiles, coefficient, own_coefficient, cosine, inverse_left,
-    inverse_right, own, right, left, out, right_out, right_radial, terms, scale, rows, N, D, right_stride, left_stride,
+    inverse_right, own, right, left, out, right_out, right_radial, terms, scale, N, D, right_stride, left_stride,
     out_stride, right_out_stride, part_stride, vector_stride,
-    DIMS: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr,
+    DIMS: tl.constexpr, M: tl.constexpr, MP: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """The ends of the gradients: own entries, and the lengths of the rows' prefixes.
+    """The ends of the gradients, a row per program: own entries, and the lengths of the row's prefixes.
 
     With R_s,i = sum_j G_s,ij z_s,ij, the own entry included:
 
@@ -211,78 +220,73 @@ def finish_prefix_kernel(
     right_out_own(i)[segment s] += sum over d >= s of scale r r' G_own left_i             fp32, rows may share a column
     right_radial[s, own(i)] += (G z)_own;      terms_i = sum_s R_s,i / scale, the row's part of dL/dscale
 
-    parts (with out), right_out (with right_radial) and terms may be None.
+    parts (with out), right_out (with right_radial) and terms may be None. row_parts are as `blend_kernel` leaves them,
+    with MP >= M, a power of two, numbers per row.
     """
-    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = i < rows
-    row = i.to(tl.int64)[:, None]
-    o = tl.load(own + i, mask=inside, other=0)
+    i = tl.program_id(0)
+    row = tl.cast(i, tl.int64)
+    o = tl.load(own + i)
     factor = scalar(scale)
-    own_part = tl.zeros((ROWS,), dtype=tl.float32)
-    radial = tl.zeros((ROWS,), dtype=tl.float32)
-    term = tl.zeros((ROWS,), dtype=tl.float32)
-    for s in tl.static_range(M - 1, -1, -1):
-        acc_rows = tl.zeros((BT, ROWS), dtype=tl.float32)
-        for t in range(0, tiles, BT):
-            k = t + tl.arange(0, BT)
-            at = (k.to(tl.int64)[:, None] * part_stride + i[None, :]) * M + s
-            acc_rows += tl.load(row_parts + at, mask=(k < tiles)[:, None] & inside[None, :], other=0.0)
-        g_own = tl.load(own_coefficient + s * part_stride + i, mask=inside, other=0.0)
-        g_z_own = g_own * tl.load(cosine + s * vector_stride + i, mask=inside, other=0.0) * factor
-        whole = tl.sum(acc_rows, axis=0) + g_z_own
-        f = share(tl.load(inverse_left + s * vector_stride + i, mask=inside, other=0.0))
-        own_part += g_own * f * share(tl.load(inverse_right + s * N + o, mask=inside, other=0.0)) * factor
-        radial += whole * f * f
-        term += whole
-        if s == M - 1:
-            outer = tl.load(coefficient + s * part_stride + i, mask=inside, other=0.0) * f * factor
-        if right_out is not None:
-            tl.atomic_add(right_radial + s * N + o, g_z_own, mask=inside, sem="relaxed")
-        for d in range(DIMS[s - 1] if s > 0 else 0, DIMS[s], BD):
-            c = d + tl.arange(0, BD)
-            both = inside[:, None] & (c < DIMS[s])[None, :]
-            x = tl.load(left + row * left_stride + c[None, :], mask=both, other=0.0).to(tl.float32)
-            if out is not None:
-                acc = tl.zeros((ROWS, BD), dtype=tl.float32)
-                for k in range(0, splits):
-                    acc += tl.load(parts + (k * split_rows + row) * parts_stride + c[None, :], mask=both, other=0.0)
-                if s == M - 1:
-                    acc = acc * outer[:, None]
-                y = tl.load(right + o[:, None] * right_stride + c[None, :], mask=both, other=0.0).to(tl.float32)
-                acc += y * own_part[:, None] - x * radial[:, None]
-                tl.store(out + row * out_stride + c[None, :], acc.to(out.dtype.element_ty), mask=both)
-            if right_out is not None:
-                at = right_out + o[:, None] * right_out_stride + c[None, :]
-                tl.atomic_add(at, x * own_part[:, None], mask=both, sem="relaxed")
-    if out is not None:
-        nothing = tl.zeros((ROWS, BD), dtype=tl.float32).to(out.dtype.element_ty)
-        for d in range(DIMS[M - 1], D, BD):  # behind the widest prefix
-            c = d + tl.arange(0, BD)
-            tl.store(out + row * out_stride + c[None, :], nothing, mask=inside[:, None] & (c < D)[None, :])
+    s = tl.arange(0, MP)
+    sums = tl.zeros((BT, MP), dtype=tl.float32)
+    for t0 in range(0, tiles, BT):
+        t = (t0 + tl.arange(0, BT))[:, None]
+        at = (t.to(tl.int64) * part_stride + i) * MP + s[None, :]
+        sums += tl.load(row_parts + at, mask=t < tiles, other=0.0)
+    g_own = tl.load(own_coefficient + s * part_stride + i, mask=s < M, other=0.0)
+    g_z_own = g_own * tl.load(cosine + s * vector_stride + i, mask=s < M, other=0.0) * factor
+    f = share(tl.load(inverse_left + s * vector_stride + i, mask=s < M, other=0.0))
+    g = share(tl.load(inverse_right + s * N + o, mask=s < M, other=0.0))
+    whole = tl.where(s < M, tl.sum(sums, axis=0), 0.0) + g_z_own
+    if right_out is not None:
+        tl.atomic_add(right_radial + s * N + o, g_z_own, mask=s < M, sem="relaxed")
     if terms is not None:
-        tl.store(terms + i, term / factor, mask=inside)
+        tl.store(terms + i, tl.sum(whole, axis=0) / factor)
+    last = tl.sum(tl.where(s == M - 1, f, 0.0), axis=0)
+    last *= tl.load(coefficient + (M - 1) * part_stride + i) * factor
+    own_parts = ()
+    radials = ()
+    for d in tl.static_range(M):
+        own_parts += (tl.sum(tl.where(s >= d, g_own * f * g * factor, 0.0), axis=0),)
+        radials += (tl.sum(tl.where(s >= d, whole * f * f, 0.0), axis=0),)
+    for d0 in range(0, D, BD):
+        c = d0 + tl.arange(0, BD)
+        x = tl.load(left + row * left_stride + c, mask=c < DIMS[M - 1], other=0.0)
+        own_part = of_segment(own_parts, c, DIMS, M, BD)
+        if out is not None:
+            y = tl.load(right + o * right_stride + c, mask=c < DIMS[M - 1], other=0.0)
+            acc = tl.zeros((BD,), dtype=tl.float32)
+            for k in range(0, splits, 2):  # two at a time, so that they don't wait for each other
+                one = parts + (k * split_rows + row) * parts_stride + c
+                two = parts + ((k + 1) * split_rows + row) * parts_stride + c
+                acc += tl.load(one, mask=c < DIMS[M - 1], other=0.0)
+                acc += tl.load(two, mask=(c < DIMS[M - 1]) & (k + 1 < splits), other=0.0)
+            acc *= tl.where(c < (DIMS[M - 2] if M > 1 else 0), 1.0, last)
+            acc += y.to(tl.float32) * own_part - x.to(tl.float32) * of_segment(radials, c, DIMS, M, BD)
+            acc = tl.where(c < DIMS[M - 1], acc, 0.0)
+            tl.store(out + row * out_stride + c, acc.to(out.dtype.element_ty), mask=c < D)
+        if right_out is not None:
+            there = right_out + o * right_out_stride + c
+            tl.atomic_add(there, x.to(tl.float32) * own_part, mask=c < DIMS[M - 1], sem="relaxed")
 
 
 @changing
 def radial_kernel(
-    x, inverse, radial, out, rows, D, x_stride, out_stride, vector_stride,
-    DIMS: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, BD: tl.constexpr,
+    x, inverse, radial, out, D, x_stride, out_stride, vector_stride,
+    DIMS: tl.constexpr, M: tl.constexpr, MP: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """out_j[segment s] -= sum over d >= s of r_d,j^2 radial_d,j x_j; zeros behind the widest prefix."""
-    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = i < rows
-    row = i.to(tl.int64)[:, None]
-    part = tl.zeros((ROWS,), dtype=tl.float32)
-    for s in tl.static_range(M - 1, -1, -1):
-        r = share(tl.load(inverse + s * vector_stride + i, mask=inside, other=0.0))
-        part += r * r * tl.load(radial + s * vector_stride + i, mask=inside, other=0.0)
-        for d in range(DIMS[s - 1] if s > 0 else 0, DIMS[s], BD):
-            c = d + tl.arange(0, BD)
-            both = inside[:, None] & (c < DIMS[s])[None, :]
-            v = tl.load(x + row * x_stride + c[None, :], mask=both, other=0.0).to(tl.float32)
-            at = out + row * out_stride + c[None, :]
-            tl.store(at, tl.load(at, mask=both, other=0.0) - v * part[:, None], mask=both)
-    nothing = tl.zeros((ROWS, BD), dtype=tl.float32)
-    for d in range(DIMS[M - 1], D, BD):
-        c = d + tl.arange(0, BD)
-        tl.store(out + row * out_stride + c[None, :], nothing, mask=inside[:, None] & (c < D)[None, :])
+    """out_j[segment s] -= sum over d >= s of r_d,j^2 radial_d,j x_j; zeros behind the widest prefix. A row each."""
+    i = tl.program_id(0)
+    row = tl.cast(i, tl.int64)
+    s = tl.arange(0, MP)
+    r = share(tl.load(inverse + s * vector_stride + i, mask=s < M, other=0.0))
+    part = r * r * tl.load(radial + s * vector_stride + i, mask=s < M, other=0.0)
+    parts = ()
+    for d in tl.static_range(M):
+        parts += (tl.sum(tl.where(s >= d, part, 0.0), axis=0),)
+    for d0 in range(0, D, BD):
+        c = d0 + tl.arange(0, BD)
+        v = tl.load(x + row * x_stride + c, mask=c < DIMS[M - 1], other=0.0)
+        at = out + row * out_stride + c
+        value = tl.load(at, mask=c < DIMS[M - 1], other=0.0) - v.to(tl.float32) * of_segment(parts, c, DIMS, M, BD)
+        tl.store(at, tl.where(c < DIMS[M - 1], value, 0.0), mask=c < D)

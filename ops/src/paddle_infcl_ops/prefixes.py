@@ -155,7 +155,8 @@ class _Job:
             self.radial,
         ) = vectors(
             [M * B, M * N, M * B, M * B, B, M * tiles * rows, M * tiles * rows, M * rows, M * rows, M * rows,
-             3 * M * rows if gradients else 1, M * blend_tiles * rows if gradients else 1,
+             3 * M * rows if gradients else 1,
+             prefix_plan.padded(M) * blend_tiles * rows if gradients else 1,
              blend_rows * M * N if right_wanted else 1, M * N if right_wanted else 1],
             s.left,
         )  # fmt: skip
@@ -196,9 +197,10 @@ class _Job:
             if gradients:
                 self._gradients(r0, count, E, sums)
         if right_wanted:
+            block = row_block(s.D)
             launch(
-                radial_kernel, (cdiv(N, 4),), s.right, self.inverse_right, self.radial, self.dright, N, s.D,
-                row_stride(s.right), s.D, N, DIMS=self.dims, M=M, ROWS=4, BD=row_block(s.D), num_warps=4,
+                radial_kernel, (N,), s.right, self.inverse_right, self.radial, self.dright, s.D, row_stride(s.right),
+                s.D, N, DIMS=self.dims, M=M, MP=prefix_plan.padded(M), BD=block, num_warps=max(block // 256, 1),
             )  # fmt: skip
         loss = empty([], paddle.float32, s.left)
         launch(sum_kernel, (1,), losses, loss, B, 1.0, LARGEST=False, BLOCK=4096, num_warps=8)
@@ -287,9 +289,9 @@ class _Job:
         launch(
             blend_kernel, (cdiv(N, blend.BN) * cdiv(count, blend.BR),), E, self.per_row, self.inverse_right,
             self.row_parts, self.column_parts if right_wanted else None, count, N, row_stride(E), self.padded, rows,
-            M=M, BR=blend.BR, BN=blend.BN, FAST=s.arch > 0, num_warps=blend.warps,
+            M=M, MP=prefix_plan.padded(M), BR=blend.BR, BN=blend.BN, FAST=s.arch > 0, num_warps=blend.warps,
         )  # fmt: skip
-        used = split_rows = 0
+        used, split_rows, block = 0, 0, row_block(s.D)
         if self.wanted[0]:
             for group in self.lefts:
                 used, split_rows = self._segments(group, E, s.right, sums, rows=count, K=N, splits=self.plan.splits)
@@ -300,12 +302,13 @@ class _Job:
                 ACCUMULATE=r0 > 0, BT=32, BLOCK=256, num_warps=8,
             )  # fmt: skip
         launch(
-            finish_prefix_kernel, (cdiv(count, 4),), sums, used, split_rows, 0 if sums is None else row_stride(sums),
+            finish_prefix_kernel, (count,), sums, used, split_rows, 0 if sums is None else row_stride(sums),
             self.row_parts, cdiv(N, blend.BN), self.coefficient, self.own_coefficient, rows_from(self.cosine, r0),
             rows_from(self.inverse_left, r0), self.inverse_right, rows_from(s.own, r0), s.right,
             rows_from(s.left, r0), rows_from(self.dleft, r0), self.dright, self.radial if right_wanted else None,
-            rows_from(self.terms, r0), self.scale, count, N, s.D, row_stride(s.right), row_stride(s.left), s.D, s.D,
-            rows, B, DIMS=self.dims, M=M, ROWS=4, BD=row_block(s.D), BT=64 if s.arch else 8, num_warps=4,
+            rows_from(self.terms, r0), self.scale, N, s.D, row_stride(s.right), row_stride(s.left), s.D, s.D, rows, B,
+            DIMS=self.dims, M=M, MP=prefix_plan.padded(M), BD=block, BT=128 if s.arch else 8,
+            num_warps=max(block // 256, 1),
         )  # fmt: skip
 
     def _dright(self, r0: int, count: int, E) -> None:
