@@ -15,25 +15,39 @@ from .tiles import LN2, LOG2E, scalar
 
 @changing
 def length_kernel(
-    x, inverse, rows, stride, vector_stride, DIMS: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, BD: tl.constexpr
+    x, inverse, stride, vector_stride, DIMS: tl.constexpr, M: tl.constexpr, BLOCKS: tl.constexpr, BD: tl.constexpr
 ):  # fmt: skip
-    """inverse[s, i] = 1 / |x_i[:DIMS[s]]|; -1 for a prefix of zeros, NaN where fp32 can't hold the square.
+    """inverse[s, i] = 1 / |x_i[:DIMS[s]]|; -1 for a prefix of zeros, NaN where fp32 can't hold the square. A row each.
 
     Products with zeros are 0 times anything, so similarities take the absolute value; gradients take 0, see `share`.
     """
-    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    square = tl.zeros((ROWS,), dtype=tl.float32)
+    i = tl.program_id(0)
+    row = x + tl.cast(i, tl.int64) * stride
+    squares = prefix_sums(row, row, DIMS, M, BLOCKS, BD)
     for s in tl.static_range(M):
-        acc = tl.zeros((ROWS, BD), dtype=tl.float32)
-        for d in range(DIMS[s - 1] if s > 0 else 0, DIMS[s], BD):
-            c = d + tl.arange(0, BD)
-            both = (i < rows)[:, None] & (c < DIMS[s])[None, :]
-            v = tl.load(x + i.to(tl.int64)[:, None] * stride + c[None, :], mask=both, other=0.0).to(tl.float32)
-            acc += v * v
-        square += tl.sum(acc, axis=1)
-        length = tl.sqrt(square)
-        r = tl.where(square == 0, -1.0, 1.0 / tl.where(square == 0, 1.0, length))
-        tl.store(inverse + s * vector_stride + i, tl.where(length == float("inf"), float("nan"), r), mask=i < rows)
+        length = tl.sqrt(squares[s])
+        r = tl.where(squares[s] == 0, -1.0, 1.0 / tl.where(squares[s] == 0, 1.0, length))
+        tl.store(inverse + s * vector_stride + i, tl.where(length == float("inf"), float("nan"), r))
+
+
+@triton.jit
+def prefix_sums(x, y, DIMS: tl.constexpr, M: tl.constexpr, BLOCKS: tl.constexpr, BD: tl.constexpr):
+    """The inner products of two rows at every prefix; both are read once, in BLOCKS blocks of BD numbers."""
+    sums = ()
+    for _ in tl.static_range(M):
+        sums += (0.0,)
+    for b in tl.static_range(BLOCKS):
+        c = b * BD + tl.arange(0, BD)
+        a = tl.load(x + c, mask=c < DIMS[M - 1], other=0.0).to(tl.float32)
+        product = a * tl.load(y + c, mask=c < DIMS[M - 1], other=0.0).to(tl.float32)
+        more = ()
+        for s in tl.static_range(M):
+            if b * BD < DIMS[s]:
+                more += (sums[s] + tl.sum(tl.where(c < DIMS[s], product, 0.0), axis=0),)
+            else:
+                more += (sums[s],)
+        sums = more
+    return sums
 
 
 @triton.jit
@@ -44,25 +58,17 @@ def share(inverse):
 
 @changing
 def own_prefix_kernel(
-    left, right, own, inverse_left, inverse_right, cosine, rows, N, left_stride, right_stride, vector_stride,
-    DIMS: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, BD: tl.constexpr,
+    left, right, own, inverse_left, inverse_right, cosine, N, left_stride, right_stride, vector_stride,
+    DIMS: tl.constexpr, M: tl.constexpr, BLOCKS: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """cosine[s, i] = the cosine of left_i and right_own(i) at prefix s."""
-    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    o = tl.load(own + i, mask=i < rows, other=0)
-    dot = tl.zeros((ROWS,), dtype=tl.float32)
+    """cosine[s, i] = the cosine of left_i and right_own(i) at prefix s. A row each."""
+    i = tl.program_id(0)
+    o = tl.load(own + i)
+    x = left + tl.cast(i, tl.int64) * left_stride
+    dots = prefix_sums(x, right + o * right_stride, DIMS, M, BLOCKS, BD)
     for s in tl.static_range(M):
-        acc = tl.zeros((ROWS, BD), dtype=tl.float32)
-        for d in range(DIMS[s - 1] if s > 0 else 0, DIMS[s], BD):
-            c = d + tl.arange(0, BD)
-            both = (i < rows)[:, None] & (c < DIMS[s])[None, :]
-            x = tl.load(left + i.to(tl.int64)[:, None] * left_stride + c[None, :], mask=both, other=0.0)
-            y = tl.load(right + o[:, None] * right_stride + c[None, :], mask=both, other=0.0)
-            acc += x.to(tl.float32) * y.to(tl.float32)
-        dot += tl.sum(acc, axis=1)
-        f = share(tl.load(inverse_left + s * vector_stride + i, mask=i < rows, other=0.0))
-        g = share(tl.load(inverse_right + s * N + o, mask=i < rows, other=0.0))
-        tl.store(cosine + s * vector_stride + i, dot * f * g, mask=i < rows)
+        f = share(tl.load(inverse_left + s * vector_stride + i))
+        tl.store(cosine + s * vector_stride + i, dots[s] * f * share(tl.load(inverse_right + s * N + o)))
 
 
 @changing

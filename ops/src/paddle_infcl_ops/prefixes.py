@@ -227,22 +227,23 @@ class _Job:
     def _row_wise(self) -> None:
         """Inverse lengths, own cosines and references of all rows at all prefixes."""
         s, M, dims = self.s, self.M, self.dims
-        shape = {"DIMS": dims, "M": M, "num_warps": 4}
+        shape = {"DIMS": dims, "M": M}
+        block = row_block(dims[-1])
+        whole = {"BLOCKS": cdiv(dims[-1], block), "BD": block, "num_warps": 1}
         strides = (row_stride(s.left), row_stride(s.right))
         for x, inverse in ((s.left, self.inverse_left), (s.right, self.inverse_right)):
             launch(
-                length_kernel, (cdiv(x.shape[0], 4),), x, inverse, x.shape[0], row_stride(x), x.shape[0],
-                ROWS=4, BD=min(512, row_block(dims[-1])), **shape,
+                length_kernel, (x.shape[0],), x, inverse, row_stride(x), x.shape[0], **whole, **shape,
             )  # fmt: skip
         launch(
-            own_prefix_kernel, (cdiv(s.B, 4),), s.left, s.right, s.own, self.inverse_left, self.inverse_right,
-            self.cosine, s.B, s.N, *strides, s.B, ROWS=4, BD=min(512, row_block(dims[-1])), **shape,
+            own_prefix_kernel, (s.B,), s.left, s.right, s.own, self.inverse_left, self.inverse_right, self.cosine, s.N,
+            *strides, s.B, **whole, **shape,
         )  # fmt: skip
         launch(
             reference_prefix_kernel, (cdiv(s.B, 64),), s.left, s.right, self.inverse_left, self.inverse_right,
             self.cosine, s.own, s.self_column, self.scale, self.reference, s.B, s.N, *strides, s.B,
             BM=64, SAMPLES=_SAMPLES if s.arch else 16, BK=32 if s.fp32 else 64, PRECISION=precision(s.dtype),
-            UPCAST=upcast(s.dtype), **shape,
+            UPCAST=upcast(s.dtype), num_warps=4, **shape,
         )  # fmt: skip
 
     def _sweep(self, r0: int, count: int, E, flags) -> None:
