@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from . import tuning
-from .launch import cdiv
+from .launch import FLAG_ROWS, cdiv
 from .tuning import Tile
 
 #: Tiles on sm_90, bf16, measured on an H200; `per_sm` says how many programs a multiprocessor holds. Tiles of 128
@@ -131,7 +131,7 @@ def cut(
         return None
     # Room for splits makes chunks a little shorter; without them dleft may leave half of the multiprocessors idle.
     largest = max(budget // scratch(4), min(B, fewest))
-    rows = B
+    rows = cdiv(B, FLAG_ROWS) * FLAG_ROWS  # as `check_prefix_kernel` wants it
     if largest < B:
         largest = max(largest // sweep.BM, 1) * sweep.BM
         rows = min(largest, cdiv(cdiv(B, cdiv(B, largest)), sweep.BM) * sweep.BM)

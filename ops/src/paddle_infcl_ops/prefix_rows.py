@@ -9,7 +9,7 @@ rows.py for the same kernels of one width.
 import triton
 import triton.language as tl
 
-from .rows import LARGEST_LEAD, changing, checked_, sigmoid_, softplus_
+from .rows import LARGEST_LEAD, LARGEST_SUM, SMALLEST_SUM, changing, sigmoid_, softplus_
 from .tiles import LN2, LOG2E, scalar
 
 
@@ -109,26 +109,45 @@ def check_prefix_kernel(
     part_sum, part_max, total, reference, flags, rows, tiles, part_stride, vector_stride, ROWS: tl.constexpr,
     BT: tl.constexpr,
 ):  # fmt: skip
-    """`check_kernel` of rows.py for prefix program_id(1): total [M, part_stride], flags [M, ceil(rows / ROWS)]."""
+    """`check_kernel` of rows.py for prefix program_id(1): total [M, part_stride], flags [M, ceil(rows / ROWS)].
+
+    part_stride is a multiple of ROWS: with that said, and without masks for rows, reads are wide. Only where a sum is
+    out of range the maxima are read.
+    """
     s = tl.program_id(1)
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    parts = tl.cast(s, tl.int64) * tiles * part_stride
-    row_sum, row_top, again = checked_(
-        part_sum + parts, part_max + parts, i, rows, tiles, part_stride, ROWS, BT
-    )  # fmt: skip
-    tl.store(total + s * part_stride + i, row_sum, mask=i < rows)
-    tl.store(reference + s * vector_stride + i, row_top, mask=again)
-    tl.store(flags + s * tl.num_programs(0) + tl.program_id(0), tl.max(again.to(tl.int32), axis=0))
+    stride = part_stride // ROWS * ROWS
+    parts = tl.cast(s, tl.int64) * tiles * stride + i[None, :]
+    acc = tl.zeros((BT, ROWS), dtype=tl.float32)
+    for t0 in range(0, tiles, BT):
+        t = (t0 + tl.arange(0, BT))[:, None]
+        acc += tl.load(part_sum + parts + t.to(tl.int64) * stride, mask=t < tiles, other=0.0)
+    row_sum = tl.sum(acc, axis=0)
+    tl.store(total + s * stride + i, row_sum, mask=i < rows)
+    fine = (row_sum > SMALLEST_SUM) & (row_sum < LARGEST_SUM)
+    again = (fine == 0) & (i < rows)
+    flag = tl.max(again.to(tl.int32), axis=0)
+    if flag > 0:
+        top = tl.full((BT, ROWS), float("-inf"), dtype=tl.float32)
+        for t0 in range(0, tiles, BT):
+            t = (t0 + tl.arange(0, BT))[:, None]
+            here = part_max + parts + t.to(tl.int64) * stride
+            top = tl.maximum(top, tl.load(here, mask=t < tiles, other=float("-inf")))
+        row_top = tl.max(top, axis=0)
+        again = again & (row_top > float("-inf"))
+        tl.store(reference + s * vector_stride + i, row_top, mask=again)
+        flag = tl.max(again.to(tl.int32), axis=0)
+    tl.store(flags + s * tl.num_programs(0) + tl.program_id(0), flag)
 
 
 @changing
 def state_prefix_kernel(
     part_sum, total, reference, flags, cosine, scale, weight, loss, coefficient, own_coefficient, per_row,
-    inverse_left, left, scaled, rows, tiles, part_stride, vector_stride, left_stride, scaled_stride,
-    WEIGHTS: tl.constexpr, START: tl.constexpr, END: tl.constexpr, M: tl.constexpr, FLAG_ROWS: tl.constexpr,
-    ROWS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    inverse_left, left, scaled, tiles, part_stride, vector_stride, left_stride, scaled_stride,
+    WEIGHTS: tl.constexpr, START: tl.constexpr, END: tl.constexpr, M: tl.constexpr, MP: tl.constexpr,
+    FLAG_ROWS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """From sums to losses and coefficients.
+    """From sums to losses and coefficients, a row per program.
 
     Args:
         weight: [rows] fp32 pointer, or a number; times WEIGHTS, one per prefix.
@@ -138,52 +157,50 @@ def state_prefix_kernel(
         per_row: [rows, M, 3] fp32, for `blend_kernel`: G / E in units of log 2, scale r G / E, and the reference; or
             None.
         scaled: [rows, END - START] in the dtype of left, or None: the last segment of left_i times scale r G / E.
+        MP: a power of two, at least M.
     """
-    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = i < rows
-    num_flags = tl.cdiv(rows, FLAG_ROWS)
+    i = tl.program_id(0)
+    s = tl.arange(0, MP)
+    real = s < M
+    w = weight
     if weight.dtype.is_ptr():
-        w = tl.load(weight + i, mask=inside, other=0.0)
-    else:
-        w = tl.zeros((ROWS,), dtype=tl.float32) + weight
-    value = tl.zeros((ROWS,), dtype=tl.float32)
-    for s in tl.static_range(M):
-        row_sum = tl.load(total + s * part_stride + i, mask=inside, other=0.0)
-        flagged = tl.zeros((1,), dtype=tl.int32)
-        for d in tl.static_range(M):  # the repair made all prefixes of a flagged row anew
-            flagged = flagged | tl.load(flags + d * num_flags + tl.program_id(0) * ROWS // FLAG_ROWS)
-        if tl.max(flagged, axis=0) > 0:
-            acc = tl.zeros((BT, ROWS), dtype=tl.float32)
-            for t in range(0, tiles, BT):
-                k = t + tl.arange(0, BT)
-                at = (s * tiles + k).to(tl.int64)[:, None] * part_stride + i[None, :]
-                acc += tl.load(part_sum + at, mask=(k < tiles)[:, None] & inside[None, :], other=0.0)
-            row_sum = tl.sum(acc, axis=0)
-        ref = tl.load(reference + s * vector_stride + i, mask=inside, other=0.0)
-        lse = ref * LN2 + tl.log(row_sum)
-        lead = lse - tl.load(cosine + s * vector_stride + i, mask=inside, other=0.0) * scalar(scale)
-        of_prefix = w * WEIGHTS[s]
-        value += of_prefix * softplus_(lead)
-        own_part = of_prefix * sigmoid_(lead)
-        part = tl.where(row_sum == 0, 0.0, own_part / tl.where(row_sum == 0, 1.0, row_sum))
-        tl.store(coefficient + s * part_stride + i, part, mask=inside)
-        tl.store(own_coefficient + s * part_stride + i, -own_part, mask=inside)
-        if per_row is not None:
-            outer = part * share(tl.load(inverse_left + s * vector_stride + i, mask=inside, other=0.0)) * scalar(scale)
-            factors = per_row + (i.to(tl.int64) * M + s) * 3
-            tl.store(factors, part * LN2, mask=inside)
-            tl.store(factors + 1, outer, mask=inside)
-            tl.store(factors + 2, ref, mask=inside)
-        if s == M - 1:
-            if scaled is not None:  # with `per_row`
-                for d in range(START, END, BD):
-                    c = d + tl.arange(0, BD)
-                    both = inside[:, None] & (c < END)[None, :]
-                    x = tl.load(left + i.to(tl.int64)[:, None] * left_stride + c[None, :], mask=both, other=0.0)
-                    y = (x.to(tl.float32) * outer[:, None]).to(scaled.dtype.element_ty)
-                    at = scaled + i.to(tl.int64)[:, None] * scaled_stride + (c - START)[None, :]
-                    tl.store(at, y, mask=both)
-    tl.store(loss + i, value, mask=inside)
+        w = tl.load(weight + i)
+    # The repair made all prefixes of a flagged row anew.
+    flagged = tl.load(flags + s * tl.cdiv(tl.num_programs(0), FLAG_ROWS) + i // FLAG_ROWS, mask=real, other=0)
+    row_sum = tl.load(total + s * part_stride + i, mask=real, other=1.0)
+    ref = tl.load(reference + s * vector_stride + i, mask=real, other=0.0)
+    own = tl.load(cosine + s * vector_stride + i, mask=real, other=0.0)
+    if tl.max(flagged, axis=0) > 0:
+        for d in tl.static_range(M):
+            acc = tl.zeros((BT,), dtype=tl.float32)
+            for t0 in range(0, tiles, BT):
+                t = t0 + tl.arange(0, BT)
+                at = (d * tiles + t).to(tl.int64) * part_stride + i
+                acc += tl.load(part_sum + at, mask=t < tiles, other=0.0)
+            row_sum = tl.where(s == d, tl.sum(acc, axis=0), row_sum)
+    of_prefix = tl.zeros((MP,), dtype=tl.float32)
+    for d in tl.static_range(M):
+        of_prefix = tl.where(s == d, w * WEIGHTS[d], of_prefix)
+    lead = ref * LN2 + tl.log(row_sum) - own * scalar(scale)
+    tl.store(loss + i, tl.sum(tl.where(real, of_prefix * softplus_(lead), 0.0), axis=0))
+    own_part = of_prefix * sigmoid_(lead)
+    part = tl.where(row_sum == 0, 0.0, own_part / tl.where(row_sum == 0, 1.0, row_sum))
+    tl.store(coefficient + s * part_stride + i, part, mask=real)
+    tl.store(own_coefficient + s * part_stride + i, -own_part, mask=real)
+    if per_row is not None:
+        f = share(tl.load(inverse_left + s * vector_stride + i, mask=real, other=0.0))
+        outer = part * f * scalar(scale)
+        factors = per_row + (tl.cast(i, tl.int64) * M + s) * 3
+        tl.store(factors, part * LN2, mask=real)
+        tl.store(factors + 1, outer, mask=real)
+        tl.store(factors + 2, ref, mask=real)
+        if scaled is not None:
+            last = tl.sum(tl.where(s == M - 1, outer, 0.0), axis=0)
+            for d0 in range(START, END, BD):
+                c = d0 + tl.arange(0, BD)
+                x = tl.load(left + tl.cast(i, tl.int64) * left_stride + c, mask=c < END, other=0.0)
+                y = (x.to(tl.float32) * last).to(scaled.dtype.element_ty)
+                tl.store(scaled + tl.cast(i, tl.int64) * scaled_stride + c - START, y, mask=c < END)
 
 
 @changing

@@ -147,6 +147,7 @@ class _Job:
         s, M, rows = self.s, self.M, self.plan.rows
         B, N = s.B, s.N
         tiles, flags_rows = cdiv(N, self.sweep.BN), min(FLAG_ROWS, self.sweep.BM)
+        last = row_block(self.dims[-1] - self.starts[-1])
         blend_tiles, blend_rows = cdiv(N, self.blend.BN), cdiv(rows, self.blend.BR)
         gradients, right_wanted = self.differentiates, self.wanted[1]
         (
@@ -181,18 +182,18 @@ class _Job:
             launch(
                 check_prefix_kernel, (cdiv(count, flags_rows), M), self.part_sum, self.part_max, self.total,
                 rows_from(self.reference, r0), flags, count, tiles, rows, B,
-                ROWS=flags_rows, BT=128 if s.arch else 8, num_warps=8,
+                ROWS=flags_rows, BT=256 if s.arch else 8, num_warps=8,
             )  # fmt: skip
             self._sweep(r0, count, E, flags)
             weight = self.row_weights if isinstance(self.row_weights, float) else rows_from(self.row_weights, r0)
             launch(
-                state_prefix_kernel, (cdiv(count, 8),), self.part_sum, self.total, rows_from(self.reference, r0),
+                state_prefix_kernel, (count,), self.part_sum, self.total, rows_from(self.reference, r0),
                 flags, rows_from(self.cosine, r0), self.scale, weight, rows_from(losses, r0),
                 self.coefficient, self.own_coefficient, self.per_row if gradients else None,
-                rows_from(self.inverse_left, r0), rows_from(s.left, r0), self.scaled, count, tiles, rows, B,
+                rows_from(self.inverse_left, r0), rows_from(s.left, r0), self.scaled, tiles, rows, B,
                 row_stride(s.left), 0 if self.scaled is None else row_stride(self.scaled), WEIGHTS=self.weights,
-                START=self.starts[-1], END=self.dims[-1], M=M, FLAG_ROWS=flags_rows, ROWS=8, BT=64 if s.arch else 8,
-                BD=min(512, row_block(self.dims[-1])), num_warps=4,
+                START=self.starts[-1], END=self.dims[-1], M=M, MP=prefix_plan.padded(M), FLAG_ROWS=flags_rows,
+                BT=128 if s.arch else 8, BD=last, num_warps=max(last // 256, 1),
             )  # fmt: skip
             if gradients:
                 self._gradients(r0, count, E, sums)
