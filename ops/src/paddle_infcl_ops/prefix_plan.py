@@ -136,7 +136,7 @@ def cut(
         largest = max(largest // sweep.BM, 1) * sweep.BM
         rows = min(largest, cdiv(cdiv(B, cdiv(B, largest)), sweep.BM) * sweep.BM)
     best = None
-    for splits in (1, 2, 3, 4, 6, 8):
+    for splits in range(1, 9):
         if splits > 1 and (rows * scratch(splits) > budget or N // splits < 512):
             continue
         cost = _cost(dims, sms, lefts, rows, splits)
