@@ -144,7 +144,7 @@ def on_gpu(device: str, sizes: list[int]) -> None:
         weights = [1.0] * len(DIMS)
 
         def sweep(budget=None, pair=pair, own=own, options=options, weights=weights):
-            return prefix_info_nce(block(*pair, own), DIMS, weights, memory_budget=budget, **options)
+            return prefix_info_nce([[block(*pair, own)]], DIMS, weights, memory_budget=budget, **options)
 
         def plain(pairs, own=own, options=options):
             return [ops.info_nce([[block(a, b, own)]], **options) for a, b in pairs]

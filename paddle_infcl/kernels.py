@@ -105,7 +105,7 @@ def triton_prefix_info_nce(
         return None
     dims, weights = zip(*prefixes, strict=True)
     options = {"scale": scale, "row_weights": row_weights, "margin": margin, "memory_budget": memory_budget}
-    return ops.prefix_info_nce(groups[0][0], dims, weights, **options)
+    return ops.prefix_info_nce(groups, dims, weights, **options)
 
 
 def triton_block_functions() -> tuple:

@@ -99,7 +99,7 @@ def run(dtype, B, N, D, dims, temperature, rules, budget) -> dict:
     scale = paddle.to_tensor(np.array([1 / temperature], "float32"))
     scale.stop_gradient = False
     loss = prefixes.prefix_info_nce(
-        block(tensors["q"], tensors["p"], paddle.to_tensor(own), **fields), dims, [1.0] * len(dims), scale=scale,
+        [[block(tensors["q"], tensors["p"], paddle.to_tensor(own), **fields)]], dims, [1.0] * len(dims), scale=scale,
         row_weights=1.0, margin=margin, memory_budget=None if budget is None else budget << 20,
     )  # fmt: skip
     loss.backward()

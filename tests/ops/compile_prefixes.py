@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "ops" / "src")]
 
 import paddle  # noqa: E402
-from paddle_infcl_ops import gradients, prefixes, tuning  # noqa: E402
+from paddle_infcl_ops import contrastive, gradients, prefix_pass, prefixes, tuning  # noqa: E402
 
 from tests.ops import compile_all  # noqa: E402
 
@@ -31,7 +31,7 @@ CASES = (
 
 def main() -> None:
     tuning.device = lambda tensor: (compile_all.ARCH, 132)
-    for module in (gradients, prefixes):
+    for module in (contrastive, gradients, prefix_pass, prefixes):
         module.launch = compile_all.compile_launch
     prefixes.FEWEST_ROWS = 1
     rows = 384
@@ -48,9 +48,9 @@ def main() -> None:
             scale = paddle.to_tensor([50.0], stop_gradient=False)
             options = {"scale": scale, "margin": 0.1, "memory_budget": budget, "row_weights": 1.0}
             made = compile_all.block(q, p, index, **fields)
-            prefixes.prefix_info_nce(made, dims, [1.0] * len(dims), **options).backward()
+            prefixes.prefix_info_nce([[made]], dims, [1.0] * len(dims), **options).backward()
     with paddle.no_grad():
-        prefixes.prefix_info_nce(made, dims, [1.0] * len(dims), scale=50.0, row_weights=paddle.ones([rows]))
+        prefixes.prefix_info_nce([[made]], dims, [1.0] * len(dims), scale=50.0, row_weights=paddle.ones([rows]))
     print(f"{len(compile_all.compiled)} launches compile for sm_{compile_all.ARCH}")
 
 

@@ -12,76 +12,22 @@ import pytest
 pytest.importorskip("triton")
 from paddle_infcl_ops import prefixes
 
-from paddle_infcl.functional import Block, Matryoshka, inf_cl_loss, info_nce
+from paddle_infcl.functional import Block, Guide, Hardness, Matryoshka, inf_cl_loss, info_nce
 from paddle_infcl.functional.contrastive import info_nce_groups
 from paddle_infcl.functional.matryoshka import matryoshka_loss
-from tests import oracle
-from tests.ops.blocks import TOLERANCE, close, number, prepare, rng, vectors
+from tests.ops import prefix_losses
+from tests.ops.blocks import TOLERANCE, close, prepare, rng
+from tests.ops.prefix_losses import pair
 from tests.ops.scripts import run
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def pair(B=37, N=71, D=70, seed=0, cosine=0.4):
-    """Queries and passages of any length, whose own pairs agree somewhat."""
-    g = rng(seed)
-    q, p = vectors(g, B, D, 1.5), vectors(g, N, D, 0.7)
-    own = g.permutation(N)[:B] if N >= B else g.integers(0, N, B)
-    p[own] = cosine * q + (1 - cosine) * p[own]
-    return {"q": q, "p": p}, own
-
-
-def unit(x):
-    length = np.linalg.norm(x, axis=1, keepdims=True)
-    return np.where(length > 0, x / np.where(length > 0, length, 1), 0), length
-
-
-def expected(arrays, description, dims, weights, temperature, row_weights=None, margin=None):
-    """Loss and gradients from the oracle at every prefix, and the chain rule of x / |x|."""
-    loss, dtemperature = 0.0, 0.0
-    grads = {name: np.zeros(x.shape) for name, x in arrays.items()}
-    for dim, weight in zip(dims, weights, strict=True):
-        cut = {name: unit(x[:, :dim]) for name, x in arrays.items()}
-        at_prefix = dict(description)
-        if margin is not None:
-            own = (cut["q"][0] * cut["p"][0][description["own"]]).sum(1)
-            at_prefix |= {"limit": own + margin, "slack": 1e-6}
-        here = oracle.info_nce({k: u for k, (u, _) in cut.items()}, [[at_prefix]], temperature, row_weights)
-        loss += weight * here["loss"]
-        dtemperature += weight * here["dtemperature"]
-        for name, (u, length) in cut.items():
-            g = here["grads"][name]
-            g = np.where(length > 0, (g - u * (g * u).sum(1, keepdims=True)) / np.where(length > 0, length, 1), 0)
-            grads[name][:, :dim] += weight * g
-    return loss, grads, -dtemperature * temperature**2
-
-
-def compare(arrays, own, dims, weights=None, dtype="float32", *, temperature=0.1, row_weights=None, budget=None,
-            margin=None, tolerance=None, **fields):  # fmt: skip
-    """Runs the operator and the oracle, and asserts that loss and gradients agree."""
-    weights = weights or [1.0 + 0.5 * k for k in range(len(dims))]
-    description = {"left": "q", "right": "p", "own": own, **fields}
-    tensors, blocks, exact, _ = prepare(arrays, [[description]], dtype)
-    block = blocks[0][0]
-    if margin is not None:
-        block.limit = paddle.zeros([len(own)])  # says that there is one; its value is that of each prefix
-    scale = paddle.to_tensor([1.0 / temperature], dtype="float32", stop_gradient=False)
-    given = 1.0 / len(own) if row_weights is None else number(row_weights)
-    loss = prefixes.prefix_info_nce(
-        block, dims, weights, scale=scale, row_weights=given, margin=margin, memory_budget=budget
-    )
-    loss.backward()
-    value, grads, dscale = expected(exact, description, dims, weights, temperature, row_weights, margin)
-    tolerance = tolerance or TOLERANCE[dtype]
-    assert loss.shape == [] and loss.dtype == paddle.float32
-    np.testing.assert_allclose(float(loss), value, rtol=2e-5, atol=2e-6)
-    for name, tensor in tensors.items():
-        assert tensor.grad.dtype == tensor.dtype and tensor.grad.shape == tensor.shape
-        close(tensor.grad, grads[name], tolerance, name)
-        assert not tensor.grad.astype("float32").numpy()[:, dims[-1] :].any()
-    size = sum(np.abs(x).max() for x in exact.values()) * np.abs(grads["q"]).sum() * temperature  # the sum cancels
-    assert abs(float(scale.grad) - dscale) <= tolerance * max(10 * abs(dscale), size) + 1e-9
-    return loss
+def compare(arrays, own, dims, weights=None, dtype="float32", **options):
+    """`prefix_losses.compare` for one block of q and p with these rules."""
+    fields = {name: options.pop(name) for name in ("row_ids", "column_ids", "self_column") if name in options}
+    groups = [[{"left": "q", "right": "p", "own": own, **fields}]]
+    return prefix_losses.compare(arrays, groups, dims, weights, dtype, **options)
 
 
 @pytest.mark.parametrize("dims", [[70], [16, 70], [1, 33, 64], [5, 6, 7, 60], [32, 64]])
@@ -182,7 +128,7 @@ def test_bad_numbers_reach_the_loss(bad):
     arrays, own = pair(33, 40)
     arrays["p"][5, 2] = bad
     _, blocks, _, _ = prepare(arrays, [[{"left": "q", "right": "p", "own": own}]], "float32")
-    loss = prefixes.prefix_info_nce(blocks[0][0], [16, 70], [1.0, 1.0], scale=50.0, row_weights=1 / 33)
+    loss = prefixes.prefix_info_nce(blocks, [16, 70], [1.0, 1.0], scale=50.0, row_weights=1 / 33)
     assert not np.isfinite(float(loss))
 
 
@@ -193,9 +139,9 @@ def options(**changes):
 def test_value_without_gradients():
     arrays, own = pair()
     _, blocks, _, _ = prepare(arrays, [[{"left": "q", "right": "p", "own": own}]], "bfloat16")
-    trained = prefixes.prefix_info_nce(blocks[0][0], [16, 70], [1.0, 2.0], **options())
+    trained = prefixes.prefix_info_nce(blocks, [16, 70], [1.0, 2.0], **options())
     with paddle.no_grad():
-        value = prefixes.prefix_info_nce(blocks[0][0], [16, 70], [1.0, 2.0], **options())
+        value = prefixes.prefix_info_nce(blocks, [16, 70], [1.0, 2.0], **options())
     assert value.stop_gradient and not trained.stop_gradient
     assert float(value) == float(trained)
 
@@ -204,18 +150,18 @@ def test_gradients_that_nobody_wants():
     arrays, own = pair()
     description = [[{"left": "q", "right": "p", "own": own}]]
     whole, blocks, _, _ = prepare(arrays, description, "float32")
-    prefixes.prefix_info_nce(blocks[0][0], [16, 70], [1.0, 2.0], **options()).backward()
+    prefixes.prefix_info_nce(blocks, [16, 70], [1.0, 2.0], **options()).backward()
     for frozen, free in (("q", "p"), ("p", "q")):
         tensors, blocks, _, _ = prepare(arrays, description, "float32")
         tensors[frozen].stop_gradient = True
-        prefixes.prefix_info_nce(blocks[0][0], [16, 70], [1.0, 2.0], **options()).backward()
+        prefixes.prefix_info_nce(blocks, [16, 70], [1.0, 2.0], **options()).backward()
         assert tensors[frozen].grad is None
         np.testing.assert_array_equal(tensors[free].grad.numpy(), whole[free].grad.numpy())
     tensors, blocks, _, _ = prepare(arrays, description, "float32")
     for tensor in tensors.values():
         tensor.stop_gradient = True
     scale = paddle.to_tensor(20.0, stop_gradient=False)
-    prefixes.prefix_info_nce(blocks[0][0], [16, 70], [1.0, 2.0], **options(scale=scale)).backward()
+    prefixes.prefix_info_nce(blocks, [16, 70], [1.0, 2.0], **options(scale=scale)).backward()
     assert scale.grad.shape == [] and float(scale.grad) != 0
 
 
@@ -223,7 +169,7 @@ def test_incoming_gradient_and_two_backwards():
     arrays, own = pair()
     tensors, blocks, _, _ = prepare(arrays, [[{"left": "q", "right": "p", "own": own}]], "float32")
     scale = paddle.to_tensor([20.0], stop_gradient=False)
-    loss = prefixes.prefix_info_nce(blocks[0][0], [16, 70], [1.0, 2.0], **options(scale=scale))
+    loss = prefixes.prefix_info_nce(blocks, [16, 70], [1.0, 2.0], **options(scale=scale))
     inputs = [scale, tensors["q"], tensors["p"]]
     once = paddle.grad(loss, inputs, retain_graph=True)
     thrice = paddle.grad(3 * loss, inputs, retain_graph=True)
@@ -276,29 +222,33 @@ def test_the_sum_of_separate_losses(margin, temperature, monkeypatch):
 
 
 def test_what_is_computed_one_by_one():
-    """Several blocks, rules that look at more than ids and margin, one tensor on both sides, a tiny budget."""
-    (q, p), own = leaves()
-    itself = paddle.arange(37)
-    owner = paddle.arange(71)
+    """Own entries in two blocks, hardness, a tiny budget; a guide in the vectors' dtype, where prefixes are fp32."""
+    (q, p), own = leaves("bfloat16")
+    itself, half = paddle.arange(37), paddle.arange(37) % 2 == 0
+    nowhere = paddle.full_like(own, -1)
+    guide = Guide(q.detach()[:, :32], p.detach()[:, :32], paddle.zeros([37]))
     cases = {
-        "two blocks": ([Block(q, p, own=own), Block(q, q, self_column=itself)], None),
-        "owners": ([Block(q, p, own=own, owner=owner, owner_rule="exclude")], None),
-        "one tensor": ([Block(p, p, own=owner)], None),
-        "tiny budget": ([Block(q, p, own=own)], 5_000),
+        "two owns": [
+            Block(q, p, own=paddle.where(half, own, nowhere)),
+            Block(q, p, own=paddle.where(half, nowhere, own)),
+        ],
+        "hardness": [Block(q, p, own=own, hardness=Hardness(2.0)), Block(q, q, self_column=itself)],
+        "tiny budget": [Block(q, p, own=own, guide=guide), Block(q, q, self_column=itself)],
     }
-    for name, (group, budget) in cases.items():
+    for name, group in cases.items():
         for tensor in (q, p):
             tensor.stop_gradient = False
+        budget = 5_000 if name == "tiny budget" else None
         given = {"temperature": 0.1, "matryoshka": Matryoshka([16, 70]), "memory_budget": budget}
-        used = [t for t in (q, p) if any(t is b.left or t is b.right for b in group)]
+        assert prefixes.sweeps([group]) == (name == "tiny budget")
         values, grads = [], []
         for backend in ("triton", "dense"):
             loss = info_nce([group], backend=backend, **given)
             values.append(float(loss))
-            grads.append(gradients(loss, used))
+            grads.append(gradients(loss, [q, p]))
         assert values[0] == pytest.approx(values[1], rel=1e-5), name
         for a, b in zip(*grads, strict=True):
-            assert np.abs(a - b).max() <= 1e-5 * np.abs(b).max(), name
+            assert np.abs(a - b).max() <= 4e-3 * np.abs(b).max(), name
 
 
 def test_triton_3_3_computes_prefixes_one_by_one(monkeypatch):

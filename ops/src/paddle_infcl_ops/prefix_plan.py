@@ -107,7 +107,7 @@ def firsts(starts: Sequence[int], ends: Sequence[int], BN: int) -> tuple[tuple[i
 
 @dataclass(frozen=True)
 class Cut:
-    """How a loss is cut: rows per chunk, and ranges of columns that the product for dleft sums apart."""
+    """How a group of blocks is cut: rows per chunk, and ranges of columns that the products for dleft sum apart."""
 
     rows: int
     splits: int
@@ -115,14 +115,22 @@ class Cut:
 
 @functools.lru_cache(maxsize=256)
 def cut(
-    B: int, N: int, dims: tuple[int, ...], itemsize: int, sms: int, sweep: Tile, lefts: tuple[Group, ...], budget: int,
-    fewest: int, differentiates: bool,
+    B: int, columns: tuple[tuple[int, Tile, tuple[Group, ...]], ...], sides: int, dims: tuple[int, ...], itemsize: int,
+    sms: int, budget: int, fewest: int, differentiates: bool,
 ) -> Cut | None:  # fmt: skip
-    """The fastest cut whose scratch stays within `budget` bytes; None when chunks would be too short."""
+    """The fastest cut whose scratch stays within `budget` bytes; None when chunks would be too short.
+
+    Args:
+        columns: per block N, the tile of the sweep, and the launches for dleft.
+        sides: how many tensors the blocks have on their left.
+        fewest: rows of a chunk that are worth it.
+    """
     M, width = len(dims), dims[-1]
-    per_row = M * cdiv(N, sweep.BN) * 8
+    widest, narrowest = max(N for N, _, _ in columns), min(N for N, _, _ in columns)
+    per_row = M * sum(cdiv(N, sweep.BN) for N, sweep, _ in columns) * 8
     if differentiates:
-        per_row += M * (N * itemsize + N * 4 // _BLEND.BR + 12) + padded(M) * cdiv(N, _BLEND.BN) * 4 + width * itemsize
+        per_row += M * (sum(N for N, _, _ in columns) * itemsize + widest * 4 // _BLEND.BR)
+        per_row += padded(M) * cdiv(widest, _BLEND.BN) * 4 + sides * (12 * M + width * itemsize)
 
     def scratch(splits):
         return per_row + (splits * width * 4 if differentiates else 0)
@@ -132,14 +140,15 @@ def cut(
     # Room for splits makes chunks a little shorter; without them dleft may leave half of the multiprocessors idle.
     largest = max(budget // scratch(4), min(B, fewest))
     rows = cdiv(B, FLAG_ROWS) * FLAG_ROWS  # as `check_prefix_kernel` wants it
+    step = max(sweep.BM for _, sweep, _ in columns)
     if largest < B:
-        largest = max(largest // sweep.BM, 1) * sweep.BM
-        rows = min(largest, cdiv(cdiv(B, cdiv(B, largest)), sweep.BM) * sweep.BM)
+        largest = max(largest // step, 1) * step
+        rows = min(largest, cdiv(cdiv(B, cdiv(B, largest)), step) * step)
     best = None
     for splits in range(1, 9):
-        if splits > 1 and (rows * scratch(splits) > budget or N // splits < 512):
+        if splits > 1 and (rows * scratch(splits) > budget or narrowest // splits < 512):
             continue
-        cost = _cost(dims, sms, lefts, rows, splits)
+        cost = sum(_cost(dims, sms, lefts, rows, splits) for _, _, lefts in columns)
         if best is None or cost < best[0]:
             best = (cost, splits)
     return Cut(rows, best[1])

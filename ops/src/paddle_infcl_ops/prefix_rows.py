@@ -75,14 +75,19 @@ def own_prefix_kernel(
 def reference_prefix_kernel(
     left, right, inverse_left, inverse_right, cosine, own, self_column, scale, reference, rows, N, left_stride,
     right_stride, vector_stride,
-    DIMS: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, SAMPLES: tl.constexpr, BK: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    MERGE: tl.constexpr, DIMS: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, SAMPLES: tl.constexpr,
+    BK: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """A guess at every row's largest logit at every prefix, as `reference_kernel` of rows.py makes it."""
+    """A guess at every row's largest logit at every prefix, as `reference_kernel` of rows.py makes it.
+
+    own and self_column may be None.
+    """
     i = tl.program_id(0) * BM + tl.arange(0, BM)
     j = tl.arange(0, SAMPLES).to(tl.int64) * N // SAMPLES
     factor = scalar(scale) * LOG2E
-    left_out = j[None, :] == tl.load(own + i, mask=i < rows, other=-1)[:, None]
+    left_out = tl.zeros((BM, SAMPLES), dtype=tl.int1)
+    if own is not None:
+        left_out = left_out | (j[None, :] == tl.load(own + i, mask=i < rows, other=-1)[:, None])
     if self_column is not None:
         left_out = left_out | (j[None, :] == tl.load(self_column + i, mask=i < rows, other=-1)[:, None])
     acc = tl.zeros((BM, SAMPLES), dtype=tl.float32)
@@ -101,6 +106,9 @@ def reference_prefix_kernel(
         top = tl.max(tl.where(left_out, float("-inf"), z), axis=1)
         own2 = tl.load(cosine + s * vector_stride + i, mask=i < rows, other=0.0) * factor
         ref = tl.where(top == float("-inf"), own2, tl.maximum(top, tl.minimum(own2, top + LARGEST_LEAD)))
+        if MERGE:
+            there = tl.load(reference + s * vector_stride + i, mask=i < rows, other=0.0)
+            ref = tl.where(top == float("-inf"), there, tl.maximum(there, ref))
         tl.store(reference + s * vector_stride + i, ref, mask=i < rows)
 
 
@@ -232,23 +240,23 @@ def finish_prefix_kernel(
     parts, splits, split_rows, parts_stride, row_parts, tiles, coefficient, own_coefficient, cosine, inverse_left,
     inverse_right, own, right, left, out, right_out, right_radial, terms, scale, N, D, right_stride, left_stride,
     out_stride, right_out_stride, part_stride, vector_stride,
-    DIMS: tl.constexpr, M: tl.constexpr, MP: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr,
+    ACCUMULATE: tl.constexpr, ADD_TERMS: tl.constexpr, DIMS: tl.constexpr, M: tl.constexpr, MP: tl.constexpr,
+    BD: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """The ends of the gradients, a row per program: own entries, and the lengths of the row's prefixes.
 
     With R_s,i = sum_j G_s,ij z_s,ij, the own entry included:
 
     out_i[segment s] = sum of the splits (in the last one times scale r G / E)
-                       + sum over d >= s of (scale r r' G_own right_own - r^2 R left_i)
+                       + sum over d >= s of (scale r r' G_own right_own - r^2 R left_i)    (+ out_i)
     right_out_own(i)[segment s] += sum over d >= s of scale r r' G_own left_i             fp32, rows may share a column
-    right_radial[s, own(i)] += (G z)_own;      terms_i = sum_s R_s,i / scale, the row's part of dL/dscale
+    right_radial[s, own(i)] += (G z)_own;      terms_i (+)= sum_s R_s,i / scale, the row's part of dL/dscale
 
-    parts (with out), right_out (with right_radial) and terms may be None. row_parts are as `blend_kernel` leaves them,
-    with MP >= M, a power of two, numbers per row.
+    parts (with out), right_out (with right_radial), terms and own (the row's own entry is elsewhere) may be None.
+    row_parts are as `blend_kernel` leaves them, with MP >= M, a power of two, numbers per row.
     """
     i = tl.program_id(0)
     row = tl.cast(i, tl.int64)
-    o = tl.load(own + i)
     factor = scalar(scale)
     s = tl.arange(0, MP)
     sums = tl.zeros((BT, MP), dtype=tl.float32)
@@ -256,28 +264,35 @@ def finish_prefix_kernel(
         t = (t0 + tl.arange(0, BT))[:, None]
         at = (t.to(tl.int64) * part_stride + i) * MP + s[None, :]
         sums += tl.load(row_parts + at, mask=t < tiles, other=0.0)
-    g_own = tl.load(own_coefficient + s * part_stride + i, mask=s < M, other=0.0)
-    g_z_own = g_own * tl.load(cosine + s * vector_stride + i, mask=s < M, other=0.0) * factor
     f = share(tl.load(inverse_left + s * vector_stride + i, mask=s < M, other=0.0))
-    g = share(tl.load(inverse_right + s * N + o, mask=s < M, other=0.0))
-    whole = tl.where(s < M, tl.sum(sums, axis=0), 0.0) + g_z_own
-    if right_out is not None:
-        tl.atomic_add(right_radial + s * N + o, g_z_own, mask=s < M, sem="relaxed")
+    whole = tl.where(s < M, tl.sum(sums, axis=0), 0.0)
+    if own is not None:
+        o = tl.load(own + i)
+        g_own = tl.load(own_coefficient + s * part_stride + i, mask=s < M, other=0.0)
+        g_z_own = g_own * tl.load(cosine + s * vector_stride + i, mask=s < M, other=0.0) * factor
+        whole += g_z_own
+        g_own *= f * share(tl.load(inverse_right + s * N + o, mask=s < M, other=0.0)) * factor
+        if right_out is not None:
+            tl.atomic_add(right_radial + s * N + o, g_z_own, mask=s < M, sem="relaxed")
     if terms is not None:
-        tl.store(terms + i, tl.sum(whole, axis=0) / factor)
+        term = tl.sum(whole, axis=0) / factor
+        if ADD_TERMS:
+            term += tl.load(terms + i)
+        tl.store(terms + i, term)
     last = tl.sum(tl.where(s == M - 1, f, 0.0), axis=0)
     last *= tl.load(coefficient + (M - 1) * part_stride + i) * factor
     own_parts = ()
     radials = ()
     for d in tl.static_range(M):
-        own_parts += (tl.sum(tl.where(s >= d, g_own * f * g * factor, 0.0), axis=0),)
+        if own is not None:
+            own_parts += (tl.sum(tl.where(s >= d, g_own, 0.0), axis=0),)
         radials += (tl.sum(tl.where(s >= d, whole * f * f, 0.0), axis=0),)
     for d0 in range(0, D, BD):
         c = d0 + tl.arange(0, BD)
         x = tl.load(left + row * left_stride + c, mask=c < DIMS[M - 1], other=0.0)
-        own_part = of_segment(own_parts, c, DIMS, M, BD)
+        if own is not None:
+            own_part = of_segment(own_parts, c, DIMS, M, BD)
         if out is not None:
-            y = tl.load(right + o * right_stride + c, mask=c < DIMS[M - 1], other=0.0)
             acc = tl.zeros((BD,), dtype=tl.float32)
             for k in range(0, splits, 2):  # two at a time, so that they don't wait for each other
                 one = parts + (k * split_rows + row) * parts_stride + c
@@ -285,7 +300,12 @@ def finish_prefix_kernel(
                 acc += tl.load(one, mask=c < DIMS[M - 1], other=0.0)
                 acc += tl.load(two, mask=(c < DIMS[M - 1]) & (k + 1 < splits), other=0.0)
             acc *= tl.where(c < (DIMS[M - 2] if M > 1 else 0), 1.0, last)
-            acc += y.to(tl.float32) * own_part - x.to(tl.float32) * of_segment(radials, c, DIMS, M, BD)
+            if own is not None:
+                y = tl.load(right + o * right_stride + c, mask=c < DIMS[M - 1], other=0.0)
+                acc += y.to(tl.float32) * own_part
+            acc -= x.to(tl.float32) * of_segment(radials, c, DIMS, M, BD)
+            if ACCUMULATE:
+                acc += tl.load(out + row * out_stride + c, mask=c < DIMS[M - 1], other=0.0)
             acc = tl.where(c < DIMS[M - 1], acc, 0.0)
             tl.store(out + row * out_stride + c, acc.to(out.dtype.element_ty), mask=c < D)
         if right_out is not None:
