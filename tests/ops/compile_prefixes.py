@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "ops" / "src")]
@@ -26,7 +27,32 @@ CASES = (
     ("bfloat16", 384, (96, 384), ()),
     ("bfloat16", 100, (33, 70), ("ids",)),
     ("float32", 512, (128, 512), ()),
+    # A guided loss of three blocks, whose sides are both each other's and their own; on pointers and in fp32 as well.
+    ("bfloat16", 1024, (128, 256, 512, 1024), ("guide",)),
+    ("bfloat16", 100, (33, 70), ("guide",)),
+    ("float32", 512, (128, 512), ("guide",)),
 )
+
+
+def groups(q, p, index, rules):
+    """One block with these rules, or a guided loss."""
+    made = compile_all.block
+    if "guide" in rules:
+        seen, threshold = paddle.zeros([len(index), 64]).astype(q.dtype), paddle.zeros([len(index)])
+        guide, keeping = (
+            SimpleNamespace(left=seen, right=seen, threshold=threshold, keep_own=keep) for keep in (False, True)
+        )
+        return [
+            [
+                made(q, p, index, owner=index, guide=keeping),
+                made(q, q, self_column=index, guide=guide),
+                made(p, p, owner=index, owner_rule="only", guide=guide),
+            ]
+        ]
+    fields = {"row_ids": index, "column_ids": index} if "ids" in rules else {}
+    fields |= {"self_column": index} if "self_column" in rules else {}
+    fields |= {"limit": paddle.zeros([len(index)])} if "limit" in rules else {}
+    return [[made(q, p, index, **fields)]]
 
 
 def main() -> None:
@@ -37,9 +63,6 @@ def main() -> None:
     rows = 384
     index = paddle.zeros([rows], dtype="int64")
     for dtype, width, dims, rules in CASES:
-        fields = {"row_ids": index, "column_ids": index} if "ids" in rules else {}
-        fields |= {"self_column": index} if "self_column" in rules else {}
-        fields |= {"limit": paddle.zeros([rows])} if "limit" in rules else {}
         # Without a budget one chunk, with a small one several.
         size = 4 if dtype == "float32" else 2
         for budget in (None, 160 * (len(dims) * rows * (size + 1) + 4 * dims[-1])):
@@ -47,10 +70,10 @@ def main() -> None:
             q.stop_gradient = p.stop_gradient = False
             scale = paddle.to_tensor([50.0], stop_gradient=False)
             options = {"scale": scale, "margin": 0.1, "memory_budget": budget, "row_weights": 1.0}
-            made = compile_all.block(q, p, index, **fields)
-            prefixes.prefix_info_nce([[made]], dims, [1.0] * len(dims), **options).backward()
+            made = groups(q, p, index, rules)
+            prefixes.prefix_info_nce(made, dims, [1.0] * len(dims), **options).backward()
     with paddle.no_grad():
-        prefixes.prefix_info_nce([[made]], dims, [1.0] * len(dims), scale=50.0, row_weights=paddle.ones([rows]))
+        prefixes.prefix_info_nce(made, dims, [1.0] * len(dims), scale=50.0, row_weights=paddle.ones([rows]))
     print(f"{len(compile_all.compiled)} launches compile for sm_{compile_all.ARCH}")
 
 
