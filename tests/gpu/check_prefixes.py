@@ -4,7 +4,7 @@
     python tests/gpu/check_prefixes.py gpu:0
     TRITON_INTERPRET=1 python tests/gpu/check_prefixes.py cpu --tiny           without a GPU
 
-Prints a line per check, relative errors of the loss, both gradients and that of the scale, and exits with 1 when one
+Prints a line per check, relative errors of the loss, its gradients and that of the scale, and exits with 1 when one
 is above its bound.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,12 +23,18 @@ sys.path[:0] = [str(ROOT), str(ROOT / "ops" / "src")]
 
 from paddle_infcl_ops import prefixes  # noqa: E402
 
-from benchmarks.groups import block  # noqa: E402
 from benchmarks.run import use  # noqa: E402
+from tests.gpu.check_contrastive import as_block, host, on_device  # noqa: E402
+from tests.gpu.mask_cases import Cases, unit  # noqa: E402
 from tests.gpu.reference import Spec, exact  # noqa: E402
 
 BOUNDS = {"float32": 1e-4, "float16": 5e-4, "bfloat16": 5e-3}
 TINY_BOUNDS = {"float32": 1e-4, "float16": 5e-4, "bfloat16": 2e-2}  # the interpreter cuts bf16 off
+# Blocks that `mask_cases.Cases` lists: one for the first four of these, else several.
+LISTED = (
+    "guide", "guide_that_keeps_own", "only_own_negatives", "without_own_documents", "guided", "four_directions",
+    "qwen3", "symmetric",
+)  # fmt: skip
 
 # dtype, B, N, D, dims, T, rules, budget in MiB
 CASES = [
@@ -41,10 +48,18 @@ CASES = [
     ("float32", 1000, 1500, 512, (128, 512), 0.02, ("zeros",), 16),
     ("float32", 600, 701, 101, (33, 70), 0.005, ("duplicate", "margin"), None),
     ("float16", 600, 700, 256, (64, 256), 0.02, (), None),
+    *(("bfloat16", 1000, 1500, 512, (128, 256, 512), 0.05, (name,), 12) for name in LISTED),
+    ("bfloat16", 2048, 2048, 1024, (128, 256, 512, 1024), 0.02, ("guided",), None),
+    ("bfloat16", 600, 700, 256, (256,), 0.05, ("guided", "zeros"), 4),
+    ("bfloat16", 600, 701, 101, (33, 70), 0.05, ("guided",), 4),
+    ("float32", 600, 701, 128, (32, 128), 0.02, ("guided", "duplicate"), 6),
+    ("float32", 600, 701, 128, (32, 64, 128), 0.05, ("qwen3", "zeros"), 8),
+    ("float16", 600, 700, 256, (64, 256), 0.02, ("guided",), None),
 ]
 
 
-def data(B: int, N: int, D: int, rules) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def data(B: int, N: int, D: int, rules) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Queries, passages, the own ones of these ("o"), a guide's vectors of all; and the own columns."""
     generator = np.random.default_rng(0)
     q, p = (generator.standard_normal((n, D)) for n in (B, N))
     own = generator.permutation(N)[:B]
@@ -53,23 +68,52 @@ def data(B: int, N: int, D: int, rules) -> tuple[np.ndarray, np.ndarray, np.ndar
         p[(own[3] + 1) % N] = 2 * q[3]
     if "zeros" in rules:
         q[5], p[own[6]], q[7, :64], p[own[8], :64] = 0, 0, 0, 0
-    return q, p, own
+    guides = {f"g{name}": unit(generator.standard_normal((n, 64))) for name, n in (("q", B), ("p", N))}
+    return {"q": q, "p": p, "o": p[own], **guides, "go": guides["gp"][own]}, own
 
 
-def expected(arrays: dict, own, dims, temperature: float, ids, margin) -> tuple[float, dict, float]:
+def listed(held: dict, own: np.ndarray, rules) -> list[list[Spec]]:
+    """The blocks, with what is dropped at every prefix; one with a limit says that the margin rule holds."""
+    named = [rule for rule in rules if rule in LISTED]
+    if named:
+        groups = getattr(Cases(held, own), named[0])()
+        for spec in (spec for group in groups for spec in group if "limit" in spec.fields):
+            itself = spec.fields.get("self_column", np.full(len(own), -1))
+            spec.dropped = np.arange(len(held[spec.right]))[None] == itself[:, None]
+        return groups
+    dropped, fields = np.zeros((len(own), len(held["p"])), bool), {}
+    if "ids" in rules:
+        generator = np.random.default_rng(1)
+        row, column = (generator.integers(0, len(held["p"]) // 2, len(held[name])) for name in "qp")
+        dropped, fields = row[:, None] == column[None, :], {"row_ids": row, "column_ids": column}
+    if "margin" in rules:
+        fields["limit"] = np.zeros(len(own))
+    return [[Spec("q", "p", own, dropped, fields=fields)]]
+
+
+def at_prefix(group: list[Spec], units: dict, margin: float) -> list[Spec]:
+    """The group with the margin rule's drops at this prefix."""
+    (first,) = (spec for spec in group if spec.own is not None)
+    limit = (units[first.left] * units[first.right][first.own]).sum(axis=1) + margin + 2.0**-20
+
+    def of(spec):
+        if "limit" not in spec.fields:
+            return spec
+        return replace(spec, dropped=spec.dropped | (units[spec.left] @ units[spec.right].T > limit[:, None]))
+
+    return [of(spec) for spec in group]
+
+
+def expected(arrays: dict, groups, dims, temperature: float, margin: float) -> tuple[float, dict, float]:
     """Loss, gradients of the arrays and of the scale: `exact` at every prefix, and the chain rule of x / |x|."""
     loss, dscale, grads = 0.0, 0.0, {k: np.zeros_like(x) for k, x in arrays.items()}
     for dim in dims:
         length = {k: np.linalg.norm(x[:, :dim], axis=1, keepdims=True) for k, x in arrays.items()}
         inverse = {k: np.where(r > 0, 1 / np.where(r > 0, r, 1), 0) for k, r in length.items()}
         units = {k: x[:, :dim] * inverse[k] for k, x in arrays.items()}
-        dropped = np.zeros((len(own), len(arrays["p"])), bool)
-        if ids is not None:
-            dropped |= ids[0][:, None] == ids[1][None, :]
-        if margin is not None:
-            s = units["q"] @ units["p"].T
-            dropped |= s > s[np.arange(len(own)), own][:, None] + margin + 2.0**-20
-        found = exact(units, [[Spec("q", "p", own, dropped)]], 1 / temperature, np.ones(len(own)))
+        here = [at_prefix(group, units, margin) for group in groups]
+        rows = len(arrays[groups[0][0].left])
+        found = exact(units, here, 1 / temperature, np.ones(rows))
         loss += found["loss"]
         dscale += found["dscale"]
         for k, u in units.items():
@@ -80,34 +124,24 @@ def expected(arrays: dict, own, dims, temperature: float, ids, margin) -> tuple[
 
 def run(dtype, B, N, D, dims, temperature, rules, budget) -> dict:
     """Relative errors."""
-    q, p, own = data(B, N, D, rules)
-    tensors = {}
-    for name, x in (("q", q), ("p", p)):
-        tensor = paddle.to_tensor(x.astype("float32"))
-        tensors[name] = tensor if dtype == "float32" else tensor.astype(dtype)
+    arrays, own = data(B, N, D, rules)
+    tensors = {name: on_device(x, dtype) for name, x in arrays.items()}
+    held = {name: host(x) for name, x in tensors.items()}
+    groups, margin = listed(held, own, rules), 0.05
+    sides = {name for group in groups for spec in group for name in (spec.left, spec.right)}
+    for name in sides:
         tensors[name].stop_gradient = False
-
-    def host(x):
-        return (x if x.dtype == paddle.float32 else x.astype("float32")).numpy().astype("float64")
-
-    generator = np.random.default_rng(1)
-    ids = [generator.integers(0, N // 2, n) for n in (B, N)] if "ids" in rules else None
-    margin = 0.05 if "margin" in rules else None
-    fields = {} if ids is None else {"row_ids": paddle.to_tensor(ids[0]), "column_ids": paddle.to_tensor(ids[1])}
-    if margin is not None:
-        fields["limit"] = paddle.to_tensor(np.zeros(B, "float32"))  # says that there is one
     scale = paddle.to_tensor(np.array([1 / temperature], "float32"))
     scale.stop_gradient = False
     loss = prefixes.prefix_info_nce(
-        [[block(tensors["q"], tensors["p"], paddle.to_tensor(own), **fields)]], dims, [1.0] * len(dims), scale=scale,
+        [[as_block(spec, tensors) for spec in group] for group in groups], dims, [1.0] * len(dims), scale=scale,
         row_weights=1.0, margin=margin, memory_budget=None if budget is None else budget << 20,
     )  # fmt: skip
     loss.backward()
-    exact_inputs = {name: host(tensor) for name, tensor in tensors.items()}
-    value, grads, dscale = expected(exact_inputs, own, dims, temperature, ids, margin)
+    value, grads, dscale = expected({name: held[name] for name in sides}, groups, dims, temperature, margin)
     errors = {"loss": abs(float(loss) - value) / value}
-    for name, tensor in tensors.items():
-        errors[f"d{name}"] = np.linalg.norm(host(tensor.grad) - grads[name]) / np.linalg.norm(grads[name])
+    for name in sorted(sides):
+        errors[f"d{name}"] = np.linalg.norm(host(tensors[name].grad) - grads[name]) / np.linalg.norm(grads[name])
     errors["dscale"] = abs(scale.grad.item() - dscale) / abs(dscale) / 10  # it cancels
     return {k: float(e) if np.isfinite(e) else float("inf") for k, e in errors.items()}
 
@@ -132,7 +166,7 @@ def main() -> None:
         except Exception as error:
             good, numbers = False, f"{type(error).__name__}: {str(error)[:200]}"
         failed += not good
-        print(f"{'ok  ' if good else 'FAIL'} {what:72s} {numbers}", flush=True)
+        print(f"{'ok  ' if good else 'FAIL'} {what:76s} {numbers}", flush=True)
     sys.exit(failed > 0)
 
 
