@@ -59,7 +59,7 @@ def info_nce(
             columns for blocks without rules; with rules two to four products in plain Paddle operators (`smoothing`).
         matryoshka: add up the losses of these prefixes of the vectors, each scaled to length 1 again. The paddle
             backend computes them from one sweep over the similarities (`prefixes`), and so do the Triton kernels for
-            one block with no rules but ids and a margin; everything else, one by one.
+            blocks without hardness, if there is neither a row_loss nor smoothing; everything else, one by one.
         backend: "auto", "triton", "paddle" or "dense"; see `paddle_infcl.kernels.choose_backend`.
         memory_budget: bytes for logits that the streaming backends may hold at once; None: a default per device.
 
