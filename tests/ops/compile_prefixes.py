@@ -16,10 +16,11 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "ops" / "src")]
 
 import paddle  # noqa: E402
-from paddle_infcl_ops import contrastive, gradients, prefix_pass, prefixes, tuning  # noqa: E402
+from paddle_infcl_ops import contrastive, gradients, hopper, prefix_pass, prefixes, tuning  # noqa: E402
 
 from tests.ops import compile_all  # noqa: E402
 
+HAND = ("prefix_kernel", "matmul_kernel")
 CASES = (
     # dtype, width, dims, rules: plain ones on either kind of tile for the products, then unaligned widths and fp32
     ("bfloat16", 1024, (128, 256, 512, 1024), ()),
@@ -55,6 +56,26 @@ def groups(q, p, index, rules):
     return [[made(q, p, index, **fields)]]
 
 
+def vectors(rows: int, width: int, dtype: str):
+    """Two tensors that want gradients."""
+    made = [paddle.zeros([rows, width]).astype(dtype).detach() for _ in range(2)]
+    for x in made:
+        x.stop_gradient = False
+    return made
+
+
+def every_case(rows: int, index) -> None:
+    for dtype, width, dims, rules in CASES:
+        # Without a budget one chunk, with a small one several.
+        size = 4 if dtype == "float32" else 2
+        for budget in (None, 160 * (len(dims) * rows * (size + 1) + 4 * dims[-1])):
+            q, p = vectors(rows, width, dtype)
+            scale = paddle.to_tensor([50.0], stop_gradient=False)
+            options = {"scale": scale, "margin": 0.1, "memory_budget": budget, "row_weights": 1.0}
+            made = groups(q, p, index, rules)
+            prefixes.prefix_info_nce(made, dims, [1.0] * len(dims), **options).backward()
+
+
 def main() -> None:
     tuning.device = lambda tensor: (compile_all.ARCH, 132)
     for module in (contrastive, gradients, prefix_pass, prefixes):
@@ -62,18 +83,14 @@ def main() -> None:
     prefixes.FEWEST_ROWS = 1
     rows = 384
     index = paddle.zeros([rows], dtype="int64")
-    for dtype, width, dims, rules in CASES:
-        # Without a budget one chunk, with a small one several.
-        size = 4 if dtype == "float32" else 2
-        for budget in (None, 160 * (len(dims) * rows * (size + 1) + 4 * dims[-1])):
-            q, p = (paddle.zeros([rows, width]).astype(dtype).detach() for _ in range(2))
-            q.stop_gradient = p.stop_gradient = False
-            scale = paddle.to_tensor([50.0], stop_gradient=False)
-            options = {"scale": scale, "margin": 0.1, "memory_budget": budget, "row_weights": 1.0}
-            made = groups(q, p, index, rules)
-            prefixes.prefix_info_nce(made, dims, [1.0] * len(dims), **options).backward()
+    for tuning.HOPPER in (True, False):
+        every_case(rows, index)
+    made = groups(*vectors(rows, 512, "float32"), index, ())
     with paddle.no_grad():
-        prefixes.prefix_info_nce(made, dims, [1.0] * len(dims), scale=50.0, row_weights=paddle.ones([rows]))
+        prefixes.prefix_info_nce(made, (128, 512), [1.0, 1.0], scale=50.0, row_weights=paddle.ones([rows]))
+    # The hand-scheduled ones.
+    by_hand = [sum(key.startswith(f"('{name}'") for key in compile_all.compiled) for name in HAND]
+    assert all(by_hand) == (compile_all.ARCH == 90 and hopper.available()), by_hand
     print(f"{len(compile_all.compiled)} launches compile for sm_{compile_all.ARCH}")
 
 

@@ -52,6 +52,10 @@ def hopper(block, E, ends, number) -> None:
     of_itself = Similarity(SimpleNamespace(**vars(block) | {"own": None, "self_column": itself}))
     check(lambda: of_itself.launch(EXP, 50.0, (0, 256), (0, 256), kind="exp", out=E, **ends), known=True)
     assert kernels() == {"exp_kernel"} and itself.data_ptr() in started[0]
+    # Documents against queries leave nothing out.
+    nothing = Similarity(SimpleNamespace(**vars(block) | {"own": None}))
+    check(lambda: nothing.launch(EXP, 50.0, (0, 256), (0, 256), kind="exp", out=E, **ends))
+    assert kernels() == {"exp_kernel"}
     # Other rows: the same kernel, whatever their number and alignment.
     started.clear()
     known = len(dispatch._compiled)
@@ -60,13 +64,14 @@ def hopper(block, E, ends, number) -> None:
     assert len(dispatch._compiled) == known + 1 and len(started) == 2 and started[0] == started[1]
     assert started[0][5][:2] == (block.left.data_ptr() + 128 * 256, (127, 128))
 
-    sums = paddle.zeros([256, 128])
+    sums = paddle.zeros([512, 128])
     like = {"M": 256, "N": 128, "K": 256, "transposed": True}
-    for alpha in (1.0, 2.0, number):
-        for accumulate in (False, True):
-            one = {"accumulate": accumulate, **like}
-            check(lambda alpha=alpha, one=one: product("right", s, E, s.left, sums, alpha, **one))
-            assert kernels() == {"right_kernel"}
+    for kind, transposed, splits in (("right", True, 1), ("left", False, 1), ("left", False, 2)):
+        for alpha in (1.0, 2.0, number):
+            for accumulate in (False, True):
+                one = {**like, "accumulate": accumulate, "transposed": transposed, "splits": splits}
+                check(lambda kind=kind, alpha=alpha, one=one: product(kind, s, E, s.left, sums, alpha, **one))
+                assert kernels() == {"matmul_kernel"}
 
     # The repair, pieces of the columns, rules, and other dtypes: the general kernels.
     flags = paddle.zeros([16], dtype="int32")
@@ -80,7 +85,6 @@ def hopper(block, E, ends, number) -> None:
         {"limit": row},
         {"self_column": block.own},
         {"owner_rule": "only", "owner": block.own},
-        {"own": None},
     ):
         assert not Similarity(SimpleNamespace(**vars(block) | rule)).hopper, rule
     for dtype in ("float16", "float32"):

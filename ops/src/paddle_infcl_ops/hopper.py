@@ -41,18 +41,18 @@ def takes(arch: int, dtype) -> bool:
 def takes_block(s) -> bool:
     """Whether a block (a `Similarity`) takes `exp_kernel` for its E: through descriptors, no rule but one column out.
 
-    That is the row's own, or where the block has none the row itself.
+    That is the row's own, or where the block has none the row itself, or none at all.
     """
     others = (s.limit, s.row_ids, s.guide_left, s.block.owner_rule, s.block.hardness)
-    one = (s.own is None) != (s.self_column is None)
+    one = s.own is None or s.self_column is None
     return s.described and one and all(x is None for x in others) and takes(s.arch, s.dtype)
 
 
-def takes_product(arch: int, dtype, kind: str, a, b, out, *, gain, transposed, b_transposed, splits) -> bool:
-    """Whether a product (see `launch.product`) takes `right_kernel`: A^T @ B into fp32 sums, through descriptors."""
+def takes_product(arch: int, dtype, kind: str, a, b, out, *, gain, b_transposed) -> bool:
+    """Whether a product (see `launch.product`) takes `matmul_kernel`: into fp32 sums, through descriptors."""
     return (
-        kind == "right" and transposed and not b_transposed and splits == 1 and gain is None
-        and out.dtype == paddle.float32 and takes(arch, dtype) and can_describe(arch, a, b, out)
+        kind in ("left", "right") and not b_transposed and gain is None and out.dtype == paddle.float32
+        and takes(arch, dtype) and can_describe(arch, a, b, out)
     )  # fmt: skip
 
 
@@ -76,22 +76,81 @@ def exp_launch(s, scale, rows: tuple[int, int], out, reference, part_sum, part_m
     return args, _constants(tile)
 
 
-def right_launch(sms: int, a, b, out, alpha, M: int, N: int, K: int, accumulate: bool):
-    """The launch of a product that `takes_product`; see `launch.product`.
+def takes_sweep(s, dims: tuple[int, ...], tile) -> bool:
+    """Whether a Matryoshka loss takes `prefix_kernel` for a block's E: as `takes_block`, and steps end at prefixes.
+
+    Args:
+        tile: of the general kernel, which does the repair: it puts its sums in the same places.
+    """
+    by_hand = tuning.HOPPER_TILES["sweep"]
+    whole = all(dim % by_hand.BK == 0 for dim in dims[:-1])
+    return s.hopper and whole and (tile.BM, tile.BN) == (by_hand.BM, by_hand.BN)
+
+
+def sweep_launch(
+    s, scale, dims: tuple[int, ...], rows: tuple[int, int], out, out_rows: int, inverse_left, inverse_right, reference,
+    part_sum, part_max, part_stride: int, part_tiles: int,
+):  # fmt: skip
+    """The launch of every prefix's E over rows [r0, r1) and all columns of a block that `takes_sweep`.
 
     Returns:
         As `exp_launch`.
     """
-    from .hopper_kernels import right_kernel
+    from .hopper_prefix_kernels import prefix_kernel
 
-    tile = tuning.HOPPER_TILES["right"]
-    tiles = -(-M // tile.BM) * -(-N // tile.BN)
-    a = _described(a, K, M, row_stride(a), (tile.BK, tile.BM))
+    r0, r1 = rows
+    tile, count = tuning.HOPPER_TILES["sweep"], r1 - r0
+    tiles = -(-count // tile.BM) * -(-s.N // tile.BN)
+    left = _described(rows_from(s.left, r0), count, dims[-1], row_stride(s.left), (tile.BM, tile.BK))
+    right = _described(s.right, s.N, dims[-1], row_stride(s.right), (tile.BN, tile.BK))
+    e = _described(out, len(dims) * out_rows, s.N, row_stride(out), (tile.BM, tile.BN // _PIECES))
+    out_of_sum = s.self_column if s.own is None else s.own
+    args = (prefix_kernel, (min(s.sms, tiles),), left, right, e, scale, rows_from(inverse_left, r0), inverse_right,
+            rows_from(reference, r0), rows_from(out_of_sum, r0), part_sum, part_max, count, s.N, out_rows, s.B,
+            part_stride, part_tiles)  # fmt: skip
+    return args, {"DIMS": tuple(dims), "M": len(dims), "PIECES": _PIECES, **_constants(tile)}
+
+
+def takes_segments(s, dims: tuple[int, ...]) -> bool:
+    """Whether the products of a Matryoshka loss over a block take `matmul_kernel`: tiles end at prefixes."""
+    width = tuning.HOPPER_TILES["left"].BN
+    return s.described and takes(s.arch, s.dtype) and all(dim % width == 0 for dim in dims[:-1])
+
+
+def matmul_launch(
+    sms: int, a, b, out, alpha, M: int, N: int, K: int, *, transposed: bool, accumulate: bool, splits: int = 1,
+    ends: tuple[int, ...] = (), a_rows: int = 0,
+):  # fmt: skip
+    """The launch of a product that `takes_product`; see `launch.product`.
+
+    Args:
+        ends: where the columns of b and out end that one of several matrices A is for, multiples of the tile's width
+            but for the last; () for one A.
+        a_rows: rows from one A to the next.
+
+    Returns:
+        (positional arguments of `dispatch.launch`, constants and options, splits that are used, rows from one split
+        to the next).
+    """
+    from .hopper_kernels import matmul_kernel
+
+    tile, matrices = tuning.HOPPER_TILES["right" if transposed else "left"], max(len(ends), 1)
+    steps = -(-K // tile.BK)
+    split_steps = -(-steps // splits)
+    splits = -(-steps // split_steps)
+    split_rows = -(-M // tile.BM) * tile.BM if splits > 1 else M
+    tiles = -(-M // tile.BM) * -(-N // tile.BN) * splits
+    length, width = (K, M) if transposed else (M, K)
+    block = (tile.BK, tile.BM) if transposed else (tile.BM, tile.BK)
+    a = _described(a, (matrices - 1) * a_rows + length, width, row_stride(a), block)
     b = _described(b, K, N, row_stride(b), (tile.BK, tile.BN))
-    out = _described(out, M, N, row_stride(out), (tile.BM, tile.BN // _PIECES), bits=32)
+    rows = (splits - 1) * split_rows + M
+    out = _described(out, rows, N, row_stride(out), (tile.BM, tile.BN // _PIECES), bits=32)
     scaled = not (isinstance(alpha, float) and alpha == 1.0)
-    args = right_kernel, (min(sms, tiles),), a, b, out, alpha, M, N, K
-    return args, {"SCALED": scaled, "ACCUMULATE": accumulate, "PIECES": _PIECES, **_constants(tile)}
+    args = (matmul_kernel, (min(sms, tiles),), a, b, out, alpha, M, N, K, a_rows, splits, split_steps, split_rows)
+    meta = {"TRANS_A": transposed, "ENDS": tuple(ends), "MATRICES": matrices, "SCALED": scaled,
+            "ACCUMULATE": accumulate, "PIECES": _PIECES, **_constants(tile)}  # fmt: skip
+    return args, meta, splits, split_rows
 
 
 def _constants(tile: tuning.HopperTile) -> dict:

@@ -2,10 +2,10 @@
 """Two kernels for sm_90 whose warps are scheduled by hand: one loads, two warpgroups multiply and end their tiles.
 
     exp_kernel      E = exp2(scale * A @ B^T - reference), row sums and maxima        A [M, K], B [N, K]
-    right_kernel    out (+)= alpha * A^T @ B in fp32                                  A [K, M], B [K, N]
+    matmul_kernel   out (+)= alpha * A @ B or A^T @ B in fp32                         A [M, K] or [K, M], B [K, N]
 
-They are `similarity_kernel` (EXP, own column only) and `product_kernel` (transposed A) for operands that come through
-tensor descriptors; hopper.py says when they are taken. Triton schedules those two by itself: all warps multiply, then
+They are `similarity_kernel` (EXP, own column only) and `product_kernel` for operands that come through tensor
+descriptors; hopper.py says when they are taken. Triton schedules those two by itself: all warps multiply, then
 all end the tile, and meanwhile the tensor cores wait. Here each warpgroup owns a tile of its own and multiplies while
 the other one ends its tile; `turn` passes the tensor cores on.
 
@@ -86,36 +86,38 @@ def barriers(N: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
+def load_step(a_desc, b_desc, a_bufs, b_bufs, ready, empty, g, at_a, at_b, S: gl.constexpr):
+    """Fills slot g % S of the ring once it is free; g: steps before."""
+    slot = g % S
+    mbarrier.wait(empty.index(slot), ((g // S) & 1) ^ 1)
+    bar = ready.index(slot)
+    A: gl.constexpr = a_desc.block_type.nbytes
+    B: gl.constexpr = b_desc.block_type.nbytes
+    mbarrier.expect(bar, A + B)  # zeros outside of the operands count
+    tma.async_copy_global_to_shared(a_desc, at_a, bar, a_bufs.index(slot))
+    tma.async_copy_global_to_shared(b_desc, at_b, bar, b_bufs.index(slot))
+
+
+@gluon.jit
 def load_tiles(
-    a_desc, b_desc, a_bufs, b_bufs, ready, empty, num_m, num_n, nk,
-    TRANS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, S: gl.constexpr, GROUP: gl.constexpr,
+    a_desc, b_desc, a_bufs, b_bufs, ready, empty, num_m, num_n, nk, start, step,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, S: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """The warp that loads: the operands of this program's tiles, step by step."""
+    """A warp that loads: the operands of every `step`-th tile from `start` on, step by step."""
     g = 0
-    for t in range(gl.program_id(0), num_m * num_n, gl.num_programs(0)):
+    for t in range(start, num_m * num_n, step):
         pid_m, pid_n = tile_at(t, num_m, num_n, GROUP)
         for k in range(nk):
-            slot = g % S
-            mbarrier.wait(empty.index(slot), ((g // S) & 1) ^ 1)
-            bar = ready.index(slot)
-            mbarrier.expect(bar, (BM + BN) * BK * 2)  # zeros outside of the operands count
-            if TRANS:
-                at_a = [k * BK, pid_m * BM]
-            else:
-                at_a = [pid_m * BM, k * BK]
-            tma.async_copy_global_to_shared(a_desc, at_a, bar, a_bufs.index(slot))
-            if TRANS:
-                at_b = [k * BK, pid_n * BN]
-            else:
-                at_b = [pid_n * BN, k * BK]
-            tma.async_copy_global_to_shared(b_desc, at_b, bar, b_bufs.index(slot))
+            load_step(
+                a_desc, b_desc, a_bufs, b_bufs, ready, empty, g, [pid_m * BM, k * BK], [pid_n * BN, k * BK], S
+            )  # fmt: skip
             g += 1
 
 
 @gluon.jit
 def multiply(
-    a_bufs, b_bufs, ready, empty, turn, g, nk, n_turn, WG: gl.constexpr, TRANS: gl.constexpr, BM: gl.constexpr,
-    BN: gl.constexpr, S: gl.constexpr, layout: gl.constexpr,
+    a_bufs, b_bufs, ready, empty, turn, g, nk, n_turn, WG: gl.constexpr, TRANS_A: gl.constexpr, TRANS_B: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, S: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
     """The sums of one tile.
 
@@ -130,9 +132,9 @@ def multiply(
         mbarrier.wait(ready.index(slot), (g // S) & 1)
         a = a_bufs.index(slot)
         b = b_bufs.index(slot)
-        if TRANS:
+        if TRANS_A:
             a = a.permute((1, 0))
-        else:
+        if TRANS_B:
             b = b.permute((1, 0))
         acc = warpgroup_mma(a, b, acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=(acc,))  # the step before is done with its slot
@@ -183,12 +185,16 @@ def exp_tiles(
         # Loaded before the sums are there, used after.
         i = m0 + gl.arange(0, BM, gl.SliceLayout(1, layout))
         ref = gl.load(reference + i, mask=i < M, other=float("inf"))
-        at = gl.load(own + i, mask=i < M, other=-1).to(gl.int32)
-        acc = multiply(a_bufs, b_bufs, ready, empty, turn, g, nk, n_turn, WG, False, BM, BN, S, layout)
+        at = gl.full((BM,), -1, gl.int32, gl.SliceLayout(1, layout))
+        if own is not None:
+            at = gl.load(own + i, mask=i < M, other=-1).to(gl.int32)
+        acc = multiply(a_bufs, b_bufs, ready, empty, turn, g, nk, n_turn, WG, False, True, BM, BN, S, layout)
         g += 2 * nk
         n_turn += 1
         # Few tiles have an own column or the right edge, so the others skip the comparison.
-        edge = (gl.max(((at >= n0) & (at < n0 + BN)).to(gl.int32), axis=0) > 0) | (n0 + BN > N)
+        edge = n0 + BN > N
+        if own is not None:
+            edge = edge | (gl.max(((at >= n0) & (at < n0 + BN)).to(gl.int32), axis=0) > 0)
         x, y = halves(acc)
         sums = gl.zeros((BM,), gl.float32, gl.SliceLayout(1, layout))
         tops = gl.full((BM,), float("-inf"), gl.float32, gl.SliceLayout(1, layout))
@@ -214,7 +220,7 @@ def exp_kernel(
     Args:
         a_desc: [M, K]; b_desc: [N, K]; e_desc: [M, N].
         scale: number or pointer, 1/T.
-        reference: [M] fp32; own: [M] int64.
+        reference: [M] fp32; own: [M] int64, or None where every entry counts.
         part_sum, part_max: [ceil(N / BN), part_stride] fp32.
         S: stages of the ring.
     """
@@ -234,7 +240,8 @@ def exp_kernel(
                      ready, empty, turn, M, N, num_m, num_n, nk, 0, BM, BN, S, GROUP, layout)),
         (exp_tiles, (e_desc, factor, reference, own, part_sum, part_max, part_stride, stages.index(1), a_bufs, b_bufs,
                      ready, empty, turn, M, N, num_m, num_n, nk, 1, BM, BN, S, GROUP, layout)),
-        (load_tiles, (a_desc, b_desc, a_bufs, b_bufs, ready, empty, num_m, num_n, nk, False, BM, BN, BK, S, GROUP)),
+        (load_tiles, (a_desc, b_desc, a_bufs, b_bufs, ready, empty, num_m, num_n, nk, gl.program_id(0),
+                      gl.num_programs(0), BM, BN, BK, S, GROUP)),
     ], [4, 1], [240, 24])  # fmt: skip
 
 
@@ -257,41 +264,82 @@ def end_sum(acc, out_desc, stage, m0, n0, ACCUMULATE: gl.constexpr, PIECES: gl.c
 
 
 @gluon.jit
-def right_tiles(
-    out_desc, factor, stage, a_bufs, b_bufs, ready, empty, turn, num_m, num_n, nk, WG: gl.constexpr,
-    SCALED: gl.constexpr, ACCUMULATE: gl.constexpr, PIECES: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
-    S: gl.constexpr, GROUP: gl.constexpr, layout: gl.constexpr,
+def range_of(t, tiles, steps, split_steps):
+    """(first step, number of steps) along K of tile t; every split has as many `tiles`."""
+    first = t // tiles * split_steps
+    return first, gl.minimum(split_steps, steps - first)
+
+
+@gluon.jit
+def load_operands(
+    a_desc, b_desc, a_bufs, b_bufs, ready, empty, a_rows, num_m, num_n, splits, steps, split_steps,
+    TRANS_A: gl.constexpr, ENDS: gl.constexpr, MATRICES: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    BK: gl.constexpr, S: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup of `right_kernel`."""
+    """The warp that loads for `matmul_kernel`."""
+    g = 0
+    tiles = num_m * num_n
+    for t in range(gl.program_id(0), tiles * splits, gl.num_programs(0)):
+        pid_m, pid_n = tile_at(t % tiles, num_m, num_n, GROUP)
+        a0 = pid_n * 0
+        for s in gl.static_range(MATRICES - 1):
+            a0 += gl.where(pid_n * BN >= ENDS[s], a_rows, 0)
+        first, nk = range_of(t, tiles, steps, split_steps)
+        for k in range(first, first + nk):
+            if TRANS_A:
+                at_a = [a0 + k * BK, pid_m * BM]
+            else:
+                at_a = [a0 + pid_m * BM, k * BK]
+            load_step(a_desc, b_desc, a_bufs, b_bufs, ready, empty, g, at_a, [k * BK, pid_n * BN], S)
+            g += 1
+
+
+@gluon.jit
+def matmul_tiles(
+    out_desc, factor, stage, a_bufs, b_bufs, ready, empty, turn, num_m, num_n, splits, steps, split_steps, split_rows,
+    WG: gl.constexpr, TRANS_A: gl.constexpr, SCALED: gl.constexpr, ACCUMULATE: gl.constexpr, PIECES: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, S: gl.constexpr, GROUP: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup of `matmul_kernel`."""
     step = gl.num_programs(0)
-    g = WG * nk
+    start = gl.program_id(0)
+    tiles = num_m * num_n
+    g = WG * range_of(start, tiles, steps, split_steps)[1]  # the ring holds the tiles of both warpgroups in turn
     n_turn = 0
-    for t in range(gl.program_id(0) + WG * step, num_m * num_n, 2 * step):
-        pid_m, pid_n = tile_at(t, num_m, num_n, GROUP)
-        acc = multiply(a_bufs, b_bufs, ready, empty, turn, g, nk, n_turn, WG, True, BM, BN, S, layout)
-        g += 2 * nk
+    for t in range(start + WG * step, tiles * splits, 2 * step):
+        pid_m, pid_n = tile_at(t % tiles, num_m, num_n, GROUP)
+        nk = range_of(t, tiles, steps, split_steps)[1]
+        acc = multiply(a_bufs, b_bufs, ready, empty, turn, g, nk, n_turn, WG, TRANS_A, False, BM, BN, S, layout)
+        g += nk + range_of(t + step, tiles, steps, split_steps)[1]
         n_turn += 1
         if SCALED:
             acc = acc * factor
-        end_sum(acc, out_desc, stage, pid_m * BM, pid_n * BN, ACCUMULATE, PIECES)
+        end_sum(acc, out_desc, stage, t // tiles * split_rows + pid_m * BM, pid_n * BN, ACCUMULATE, PIECES)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["M", "N", "K"])
-def right_kernel(
-    a_desc, b_desc, out_desc, alpha, M, N, K, SCALED: gl.constexpr, ACCUMULATE: gl.constexpr, PIECES: gl.constexpr,
+@gluon.jit(do_not_specialize=["M", "N", "K", "a_rows", "splits", "split_steps", "split_rows"])
+def matmul_kernel(
+    a_desc, b_desc, out_desc, alpha, M, N, K, a_rows, splits, split_steps, split_rows, TRANS_A: gl.constexpr,
+    ENDS: gl.constexpr, MATRICES: gl.constexpr, SCALED: gl.constexpr, ACCUMULATE: gl.constexpr, PIECES: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, S: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """See the module. A program adds once to every entry of its tiles, so the order of a launch's sums is fixed.
 
     Args:
-        a_desc: [K, M]; b_desc: [K, N]; out_desc: [M, N] fp32.
+        a_desc: MATRICES matrices A, each [K, M] or [M, K] in the rows from a multiple of a_rows on; the n-th is the
+            one for the columns from ENDS[n - 1] to ENDS[n] of B and out, multiples of BN.
+        b_desc: [K, N]; out_desc: [splits * split_rows, N] fp32.
         alpha: number or pointer, of interest if SCALED.
+        splits: ranges of split_steps steps along K, each of which has sums of its own.
         PIECES: in how many parts a tile leaves.
         S: stages of the ring.
     """
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    a_bufs = gl.allocate_shared_memory(gl.bfloat16, [S, BK, BM], a_desc.layout)
+    if TRANS_A:
+        a_bufs = gl.allocate_shared_memory(gl.bfloat16, [S, BK, BM], a_desc.layout)
+    else:
+        a_bufs = gl.allocate_shared_memory(gl.bfloat16, [S, BM, BK], a_desc.layout)
     b_bufs = gl.allocate_shared_memory(gl.bfloat16, [S, BK, BN], b_desc.layout)
     stages = gl.allocate_shared_memory(gl.float32, [2, BM, BN // PIECES], out_desc.layout)
     ready = barriers(S, 1)
@@ -299,12 +347,15 @@ def right_kernel(
     turn = barriers(2, 1)
     num_m = gl.cdiv(M, BM)
     num_n = gl.cdiv(N, BN)
-    nk = gl.cdiv(K, BK)
+    steps = gl.cdiv(K, BK)
     factor = scalar(alpha)
     gl.warp_specialize([
-        (right_tiles, (out_desc, factor, stages.index(0), a_bufs, b_bufs, ready, empty, turn, num_m, num_n, nk, 0,
-                       SCALED, ACCUMULATE, PIECES, BM, BN, S, GROUP, layout)),
-        (right_tiles, (out_desc, factor, stages.index(1), a_bufs, b_bufs, ready, empty, turn, num_m, num_n, nk, 1,
-                       SCALED, ACCUMULATE, PIECES, BM, BN, S, GROUP, layout)),
-        (load_tiles, (a_desc, b_desc, a_bufs, b_bufs, ready, empty, num_m, num_n, nk, True, BM, BN, BK, S, GROUP)),
+        (matmul_tiles, (out_desc, factor, stages.index(0), a_bufs, b_bufs, ready, empty, turn, num_m, num_n, splits,
+                        steps, split_steps, split_rows, 0, TRANS_A, SCALED, ACCUMULATE, PIECES, BM, BN, S,
+                        GROUP, layout)),
+        (matmul_tiles, (out_desc, factor, stages.index(1), a_bufs, b_bufs, ready, empty, turn, num_m, num_n, splits,
+                        steps, split_steps, split_rows, 1, TRANS_A, SCALED, ACCUMULATE, PIECES, BM, BN, S,
+                        GROUP, layout)),
+        (load_operands, (a_desc, b_desc, a_bufs, b_bufs, ready, empty, a_rows, num_m, num_n, splits, steps,
+                         split_steps, TRANS_A, ENDS, MATRICES, BM, BN, BK, S, GROUP)),
     ], [4, 1], [240, 24])  # fmt: skip

@@ -180,11 +180,13 @@ def product(kind: str, like: Similarity, a, b, out, alpha, *, M, N, K, transpose
     Returns:
         (splits that were used, rows from one split to the next).
     """
-    if hopper.takes_product(like.arch, like.dtype, kind, a, b, out, gain=gain, transposed=transposed,
-                            b_transposed=b_transposed, splits=splits):  # fmt: skip
-        args, meta = hopper.right_launch(like.sms, a, rows_from(b, b_start), out, alpha, M, N, K, accumulate)
+    if hopper.takes_product(like.arch, like.dtype, kind, a, b, out, gain=gain, b_transposed=b_transposed):
+        args, meta, *used = hopper.matmul_launch(
+            like.sms, a, rows_from(b, b_start), out, alpha, M, N, K, transposed=transposed, accumulate=accumulate,
+            splits=splits,
+        )  # fmt: skip
         launch(*args, **meta)
-        return 1, M
+        return tuple(used)
     described = can_describe(like.arch, a, b)
     tile = tuning.choose(kind, like.arch, like.D, like.fp32, described)
     per_split = cdiv(cdiv(K, splits), tile.BK) * tile.BK

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import paddle
 
-from . import tuning
+from . import hopper, tuning
 from .dispatch import launch
 from .driver import empty
 from .gradients import Gradient
@@ -58,17 +58,19 @@ def plan(group: Sequence[Similarity], budget: int) -> Plan | None:
     """
     first = group[0]
     left = tuning.choose("left", first.arch, first.D, first.fp32, first.described)
+    slots = first.sms * max(1, left.per_sm)
+    if first.described and hopper.takes(first.arch, first.dtype):
+        left, slots = tuning.HOPPER_TILES["left"], 2 * first.sms
     columns = tuple((s.N, s.tile("exp").BN) for s in group)
     lefts = len({id(s.left_source) for s in group})
-    slots = first.sms * max(1, left.per_sm)
     return _plan(first.B, columns, first.D, lefts, first.itemsize, slots, first.tile("exp").BM, left, budget,
                  FEWEST_ROWS)  # fmt: skip
 
 
 @functools.lru_cache(maxsize=256)
 def _plan(
-    B: int, columns: tuple, D: int, lefts: int, itemsize: int, slots: int, step: int, left: tuning.Tile, budget: int,
-    fewest: int,
+    B: int, columns: tuple, D: int, lefts: int, itemsize: int, slots: int, step: int,
+    left: tuning.Tile | tuning.HopperTile, budget: int, fewest: int,
 ) -> Plan | None:  # fmt: skip
     per_row = sum(N * itemsize + cdiv(N, BN) * 8 for N, BN in columns) + lefts * D * itemsize
     N = min(N for N, _ in columns)
@@ -92,7 +94,7 @@ def _plan(
     return best[1]
 
 
-def _cost(D: int, left: tuning.Tile, slots: int, rows: int, splits: int) -> float:
+def _cost(D: int, left: tuning.Tile | tuning.HopperTile, slots: int, rows: int, splits: int) -> float:
     """Time of a chunk, in units of multiplying one more row once: the second product runs in waves of tiles."""
     tiles = cdiv(rows, left.BM) * cdiv(D, left.BN) * splits
     second = cdiv(tiles, slots) * slots / splits * left.BM * left.BN / D

@@ -236,7 +236,7 @@ def blend_kernel(
 def segments_kernel(
     a, b, out, rows, K, a_rows, k_per_split, a_stride, b_stride, out_stride, split_rows,
     STARTS: tl.constexpr, ENDS: tl.constexpr, FIRSTS: tl.constexpr, S: tl.constexpr, MATRIX: tl.constexpr,
-    SHIFT: tl.constexpr, NUM_N: tl.constexpr, TRANS_A: tl.constexpr, TMA: tl.constexpr, ACCUMULATE: tl.constexpr,
+    NUM_N: tl.constexpr, TRANS_A: tl.constexpr, TMA: tl.constexpr, ACCUMULATE: tl.constexpr,
     PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -244,7 +244,7 @@ def segments_kernel(
 
     Args:
         a: A_s [rows, K] in the rows from (MATRIX + s) * a_rows on; with TRANS_A A_s^T [K, rows].
-        b: [K, >= ENDS[-1] - SHIFT], its columns from SHIFT on; a and b are pointers or descriptors.
+        b: [K, >= ENDS[-1]]; a and b are pointers or descriptors.
         out: [ceil(K / k_per_split) * split_rows, >= ENDS[-1]] fp32, split k in the rows from k * split_rows on.
         STARTS, ENDS: columns of the segments; FIRSTS: the first of a segment's tiles of BN columns, of NUM_N.
     """
@@ -268,7 +268,7 @@ def segments_kernel(
             x = tl.trans(load_tile(a, a0 + k, m0, a0 + K, rows, a_stride, BK, BM, TMA, UPCAST))
         else:
             x = load_tile(a, a0 + m0, k, a0 + rows, K, a_stride, BM, BK, TMA, UPCAST)
-        y = load_tile(b, k, n0 - SHIFT, K, end - SHIFT, b_stride, BK, BN, TMA, UPCAST)
+        y = load_tile(b, k, n0, K, end, b_stride, BK, BN, TMA, UPCAST)
         acc = tl.dot(x, y, acc, input_precision=PRECISION)
     row = split * split_rows + m0
     write_tile(out, acc, row, n0, split * split_rows + rows, end, out_stride, BM, BN, PARTS, False, ACCUMULATE)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import paddle
 
-from . import prefix_plan, tuning
+from . import hopper, prefix_plan, tuning
 from .dispatch import launch
 from .driver import empty
 from .gradients import Gradient
@@ -65,6 +65,9 @@ class PrefixBlock:
         self.lefts, self.rights = (
             prefix_plan.groups(kind, s.arch, dims, s.fp32, s.described) for kind in ("left", "right")
         )
+        self.by_hand = hopper.takes_segments(s, dims)
+        if self.by_hand:
+            self.lefts = prefix_plan.by_hand(dims)
         self.E, self.padded, self.before, self.hits = None, 0, 0, None
 
     @property
@@ -121,10 +124,10 @@ class GroupPass:
             s.left,
         )  # fmt: skip
         self.flags = empty([M * cdiv(rows, self.flag_rows)], "int32", s.left)
-        # Per left side the factors of its rows, and its last segment times them, for the right sides that want it.
+        # Per left side the factors of its rows, and the rows with their last segment times them, for the right sides.
         scaled_of = {id(b.left) for b in rights}
         self.of_left = {
-            key: (side, factors, empty_rows(rows, dims[-1] - self.starts[-1], s.dtype, s.left) if key in scaled_of
+            key: (side, factors, empty_rows(rows, dims[-1], s.dtype, s.left) if key in scaled_of
                   else None)
             for (key, side), factors in zip(lefts.items(), per_row, strict=True)
         }  # fmt: skip
@@ -187,6 +190,14 @@ class GroupPass:
     def _sweep(self, block: PrefixBlock, r0: int, count: int, flags) -> None:
         """Every prefix's exponentials of a block, with their sums; with flags only where a row has one."""
         s, tile, width, N = block.s, block.sweep, self.dims[-1], block.s.N
+        parts = [rows_from(x, block.before * self.rows) for x in (self.part_sum, self.part_max)]
+        if block.E is not None and flags is None and hopper.takes_sweep(s, self.dims, tile):
+            args, meta = hopper.sweep_launch(
+                s, self.scale, self.dims, (r0, r0 + count), block.E, block.padded, block.left.inverse,
+                block.right.inverse, self.reference, *parts, self.rows, self.tiles,
+            )  # fmt: skip
+            launch(*args, **meta)
+            return
         left, right = rows_from(s.left, r0), s.right
         guide_left, guide_right = rows_from(s.guide_left, r0), s.guide_right
         DG = guide_left_stride = guide_right_stride = 0
@@ -213,7 +224,6 @@ class GroupPass:
             launch(
                 match_kernel, (tiles,), row_ids, s.column_ids, block.hits, count, N, IDS=s.ids, BM=tile.BM, BN=tile.BN
             )
-        parts = (rows_from(x, block.before * self.rows) for x in (self.part_sum, self.part_max))
         launch(
             sweep_kernel, (tiles if flags is None else min(tiles, 2 * s.sms),),
             left, right, out, self.scale, rows_from(block.left.inverse, r0), block.right.inverse,
@@ -231,7 +241,7 @@ class GroupPass:
 
     def _states(self, side: Side, per_row, scaled, r0: int, count: int) -> None:
         """Losses, coefficients, and the factors of the rows of a left side."""
-        first, last = self.first, row_block(self.dims[-1] - self.starts[-1])
+        first, width = self.first, row_block(self.dims[-1])
         weight = self.weight if isinstance(self.weight, float) else rows_from(self.weight, r0)
         launch(
             state_prefix_kernel, (count,), self.part_sum, self.total, rows_from(self.reference, r0), self.flags,
@@ -240,7 +250,7 @@ class GroupPass:
             rows_from(side.x, r0), scaled, self.tiles, self.rows, first.B, row_stride(side.x),
             0 if scaled is None else row_stride(scaled), WEIGHTS=self.prefix_weights, START=self.starts[-1],
             END=self.dims[-1], M=self.M, MP=prefix_plan.padded(self.M), FLAG_ROWS=self.flag_rows,
-            BT=128 if first.arch else 8, BD=last, num_warps=max(last // 256, 1),
+            BT=128 if first.arch else 8, BD=width, num_warps=max(width // 256, 1),
         )  # fmt: skip
 
     def _gradients(self, block: PrefixBlock, r0: int, count: int, begun: set[int]) -> None:
@@ -259,17 +269,12 @@ class GroupPass:
         )  # fmt: skip
         used = split_rows = 0
         if left.gradient is not None:
-            for group in block.lefts:
-                used, split_rows = self._segments(
-                    block, group, E, s.right, self.sums, rows=count, K=N, splits=self.splits
-                )
+            used, split_rows = self._products(block, s.right, self.sums, rows=count, K=N, splits=self.splits)
         if right.gradient is not None:
-            for group in block.rights:  # the last segment's rows have their factors already
-                last = group.first == M - 1
-                self._segments(
-                    block, group, E, scaled if last else rows_from(s.left, r0), right.gradient.buffer, rows=N, K=count,
-                    transposed=True, accumulate=right.gradient.written, shift=self.starts[-1] if last else 0,
-                )  # fmt: skip
+            self._products(
+                block, scaled, right.gradient.buffer, rows=N, K=count, transposed=True,
+                accumulate=right.gradient.written,
+            )  # fmt: skip
             right.gradient.written = True
             launch(
                 column_sum_kernel, (cdiv(M * N, 256),), self.column_parts, right.radial, cdiv(count, blend.BR), M * N,
@@ -279,17 +284,35 @@ class GroupPass:
         self._finish(block, r0, count, used, split_rows, accumulate=id(left) in begun)
         begun.add(id(left))
 
-    def _segments(self, block, group, a, b, out, *, rows, K, transposed=False, accumulate=False, splits=1, shift=0):
-        """out[:, segment] (+)= A @ b[:, segment] for a group of segments, see `segments_kernel`.
+    def _products(self, block, b, out, *, rows, K, transposed=False, accumulate=False, splits=1):
+        """out[:, segment s] (+)= C_s @ b[:, segment s], or C_s^T @ b, for all segments.
 
         Returns:
-            (splits that were used, rows from one split to the next): the same for all groups.
+            (splits that were used, rows from one split to the next).
         """
+        s, done = block.s, (1, rows)
+        if block.by_hand and can_describe(s.arch, block.E, b, out):
+            args, meta, *done = hopper.matmul_launch(
+                s.sms, block.E, b, out, 1.0, rows, self.dims[-1], K, transposed=transposed, accumulate=accumulate,
+                splits=splits, ends=self.dims, a_rows=block.padded,
+            )  # fmt: skip
+            launch(*args, **meta)
+            return done
+        for group in block.rights if transposed else block.lefts:
+            done = self._segments(
+                block, group, b, out, rows=rows, K=K, transposed=transposed, accumulate=accumulate, splits=splits
+            )
+        return done
+
+    def _segments(self, block, group, b, out, *, rows, K, transposed, accumulate, splits):
+        """`_products` for a group of segments, see `segments_kernel`."""
+        a = block.E
         s, first, last, tile = block.s, group.first, group.last, group.tile
-        described = can_describe(s.arch, a, b)
+        starts, ends = self.starts[first:last], self.dims[first:last]
+        # The copy engine takes columns from a multiple of 16 bytes on (another start is an illegal instruction).
+        described = can_describe(s.arch, a, b) and all(start * s.itemsize % 16 == 0 for start in starts)
         if not described and s.described:
             tile = tuning.choose("left", s.arch, s.D, s.fp32, False)
-        starts, ends = self.starts[first:last], self.dims[first:last]
         firsts, num_n = prefix_plan.firsts(starts, ends, tile.BN)
         per_split = cdiv(cdiv(K, splits), tile.BK) * tile.BK
         splits = cdiv(K, per_split)
@@ -299,11 +322,11 @@ class GroupPass:
             length, cols = (K, rows) if transposed else (rows, K)
             a = describe(a, (last - 1) * block.padded + length, cols, a_stride,
                          [tile.BK, tile.BM] if transposed else [tile.BM, tile.BK])  # fmt: skip
-            b = describe(b, K, ends[-1] - shift, b_stride, [tile.BK, tile.BN])
+            b = describe(b, K, ends[-1], b_stride, [tile.BK, tile.BN])
         launch(
             segments_kernel, (cdiv(rows, tile.BM) * num_n * splits,), a, b, out, rows, K, block.padded, per_split,
             a_stride, b_stride, row_stride(out), split_rows,
-            STARTS=starts, ENDS=ends, FIRSTS=firsts, S=last - first, MATRIX=first, SHIFT=shift, NUM_N=num_n,
+            STARTS=starts, ENDS=ends, FIRSTS=firsts, S=last - first, MATRIX=first, NUM_N=num_n,
             TRANS_A=transposed, TMA=described, ACCUMULATE=accumulate, PARTS=tile.parts, BM=tile.BM, BN=tile.BN,
             BK=tile.BK, GROUP=tile.group, PRECISION=precision(s.dtype), UPCAST=upcast(s.dtype),
             num_warps=tile.warps, num_stages=tile.stages,

@@ -69,7 +69,7 @@ class Group:
 
 
 def groups(kind: str, arch: int, dims: Sequence[int], fp32: bool, described: bool) -> tuple[Group, ...]:
-    """The launches of "left" (dleft) or "right" (dright, whose last segment has an operand of its own).
+    """The launches of "left" (dleft) or "right" (dright).
 
     Tiles have 256 columns where that pads a segment by no more than an eighth: the loop over them is faster.
     """
@@ -80,12 +80,17 @@ def groups(kind: str, arch: int, dims: Sequence[int], fp32: bool, described: boo
         else:
             padded = cdiv(end - start, 256) * 256
             tile = _SM90[kind if padded * 8 > (end - start) * 9 else f"{kind}_wide"]
-        alone = kind == "right" and s == len(dims) - 1
-        if found and found[-1].tile == tile and not alone:
+        if found and found[-1].tile == tile:
             found[-1] = replace(found[-1], last=s + 1)
         else:
             found.append(Group(s, s + 1, tile))
     return tuple(found)
+
+
+def by_hand(dims: Sequence[int]) -> tuple[Group, ...]:
+    """The launch of "left" where the hand-scheduled kernel makes it, a tile per warpgroup."""
+    tile = tuning.HOPPER_TILES["left"]
+    return (Group(0, len(dims), Tile(tile.BM, tile.BN, tile.BK, 4, tile.stages, 2)),)
 
 
 def step_between(dims: Sequence[int], largest: int) -> int | None:

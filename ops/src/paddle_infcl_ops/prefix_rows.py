@@ -164,7 +164,7 @@ def state_prefix_kernel(
         own_coefficient: [M, part_stride] fp32: -w_s,i sigma_s,i, G of the own entry.
         per_row: [rows, M, 3] fp32, for `blend_kernel`: G / E in units of log 2, scale r G / E, and the reference; or
             None.
-        scaled: [rows, END - START] in the dtype of left, or None: the last segment of left_i times scale r G / E.
+        scaled: [rows, END] in the dtype of left, or None: left_i, the last segment (from START) times scale r G / E.
         MP: a power of two, at least M.
     """
     i = tl.program_id(0)
@@ -204,11 +204,11 @@ def state_prefix_kernel(
         tl.store(factors + 2, ref, mask=real)
         if scaled is not None:
             last = tl.sum(tl.where(s == M - 1, outer, 0.0), axis=0)
-            for d0 in range(START, END, BD):
+            for d0 in range(0, END, BD):
                 c = d0 + tl.arange(0, BD)
                 x = tl.load(left + tl.cast(i, tl.int64) * left_stride + c, mask=c < END, other=0.0)
-                y = (x.to(tl.float32) * last).to(scaled.dtype.element_ty)
-                tl.store(scaled + tl.cast(i, tl.int64) * scaled_stride + c - START, y, mask=c < END)
+                y = (x.to(tl.float32) * tl.where(c >= START, last, 1.0)).to(scaled.dtype.element_ty)
+                tl.store(scaled + tl.cast(i, tl.int64) * scaled_stride + c, y, mask=c < END)
 
 
 @changing

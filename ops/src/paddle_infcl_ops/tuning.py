@@ -59,7 +59,9 @@ class HopperTile:
 HOPPER = True
 HOPPER_TILES = {
     "exp": HopperTile(128, 128, 64, 6, 16),
+    "left": HopperTile(128, 128, 64, 6, 16),
     "right": HopperTile(128, 128, 64, 6, 8),
+    "sweep": HopperTile(128, 128, 32, 5, 16),  # stages per warpgroup
 }
 
 # Kinds of work: "exp" and "prob" write a matrix, "lse" does not; "guide" is any of them with a second similarity;
