@@ -95,6 +95,8 @@ def main() -> None:
         assert tuning.HOPPER == ("exp_kernel" in taken) == ("matmul_kernel" in taken)
         check(learnable=True)
     check(ids=True)
+    # As many launches as four directions make in half a dozen chunks: the host would take as long as the GPU.
+    assert len(check(groups=16, budget=1 << 30)) > 100
     # The same shapes with something else that the launches follow from: not the same tape.
     loss(offset=7)
     loss(dtype="float32")

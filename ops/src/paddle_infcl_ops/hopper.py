@@ -113,7 +113,7 @@ def sweep_launch(
 
 def takes_segments(s, dims: tuple[int, ...]) -> bool:
     """Whether the products of a Matryoshka loss over a block take `matmul_kernel`: tiles end at prefixes."""
-    width = tuning.HOPPER_TILES["left"].BN
+    width = tuning.HOPPER_TILES["left_segments"].BN
     return s.described and takes(s.arch, s.dtype) and all(dim % width == 0 for dim in dims[:-1])
 
 
@@ -134,7 +134,8 @@ def matmul_launch(
     """
     from .hopper_kernels import matmul_kernel
 
-    tile, matrices = tuning.HOPPER_TILES["right" if transposed else "left"], max(len(ends), 1)
+    kind, matrices = "right" if transposed else "left", max(len(ends), 1)
+    tile = tuning.HOPPER_TILES[f"{kind}_segments" if ends else kind]
     steps = -(-K // tile.BK)
     split_steps = -(-steps // splits)
     splits = -(-steps // split_steps)

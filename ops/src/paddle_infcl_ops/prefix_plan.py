@@ -89,7 +89,7 @@ def groups(kind: str, arch: int, dims: Sequence[int], fp32: bool, described: boo
 
 def by_hand(dims: Sequence[int]) -> tuple[Group, ...]:
     """The launch of "left" where the hand-scheduled kernel makes it, a tile per warpgroup."""
-    tile = tuning.HOPPER_TILES["left"]
+    tile = tuning.HOPPER_TILES["left_segments"]
     return (Group(0, len(dims), Tile(tile.BM, tile.BN, tile.BK, 4, tile.stages, 2)),)
 
 

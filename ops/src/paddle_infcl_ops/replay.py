@@ -2,9 +2,9 @@
 """Losses of shapes that were seen before: their launches are started again with new addresses.
 
 What the host decides for a loss (cuts, tiles, grids, kernels, numbers) follows from shapes, types, alignments and
-options. For a small loss (8192 x 8192 x 1024, say) deciding takes it longer than the kernels take the GPU. So
-the launches are written down with every address as (tensor, offset), and a later loss of the same key allocates, fills
-the addresses in and starts them.
+options. For a small loss (8192 x 8192 x 1024, say) deciding takes it longer than the kernels take the GPU, and for one
+of several blocks in many chunks (four directions of 16384 pairs) about as long. So the launches are written down with
+every address as (tensor, offset), and a later loss of the same key allocates, fills the addresses in and starts them.
 
 A tape is written on the second loss of a key, when all its kernels are compiled, and only where launches take the
 shortcut of dispatch.py.
@@ -18,8 +18,8 @@ from contextlib import contextmanager, suppress
 from . import dispatch, driver
 from .views import Rows
 
-#: Beyond these the GPU is busy for long enough that the host keeps ahead of it.
-MOST_LAUNCHES, MOST_BYTES = 64, 1 << 30
+#: Beyond these the launches are long enough that the host keeps ahead of the GPU.
+MOST_LAUNCHES, MOST_BYTES = 256, 1 << 30
 _MOST_TAPES = 32
 _ALIGNMENT = 256
 

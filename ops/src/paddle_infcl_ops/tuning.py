@@ -61,7 +61,10 @@ HOPPER_TILES = {
     "exp": HopperTile(128, 128, 64, 6, 16),
     "left": HopperTile(128, 128, 64, 6, 16),
     "right": HopperTile(128, 128, 64, 6, 8),
-    "sweep": HopperTile(128, 128, 32, 5, 16),  # stages per warpgroup
+    # Matryoshka: stages per warpgroup; the products read as many matrices as there are prefixes.
+    "sweep": HopperTile(128, 128, 32, 5, 16),
+    "left_segments": HopperTile(128, 128, 64, 6, 4),
+    "right_segments": HopperTile(128, 128, 64, 6, 4),
 }
 
 # Kinds of work: "exp" and "prob" write a matrix, "lse" does not; "guide" is any of them with a second similarity;
