@@ -80,6 +80,9 @@ class EmbeddingArgument(ObjectiveArgument):
     false_negative_margin: Optional[float] = _option(
         None, "Drop a negative whose similarity exceeds the positive's by more than this (Qwen3-Embedding: 0.1)."
     )
+    false_negative_keep_own_negatives: bool = _option(
+        False, "A row's own hard negatives are not for false_negative_margin to drop."
+    )
 
     # The data.
     train_files: Optional[List[str]] = _option(None, "JSONL files of pairs; instead of dataset_name_or_path.")

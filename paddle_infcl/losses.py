@@ -12,6 +12,7 @@ from paddle import Tensor, nn
 from paddle_infcl import kernels
 from paddle_infcl.distributed.negatives import check_strategy, global_counts, global_info_nce
 from paddle_infcl.distributed.ranks import Ranks
+from paddle_infcl.functional.blocks import Block
 from paddle_infcl.functional.contrastive import info_nce_groups
 from paddle_infcl.functional.matryoshka import Matryoshka, prefix_weights
 from paddle_infcl.functional.options import check_margin, check_temperature
@@ -29,6 +30,7 @@ class InfCLLoss(nn.Layer):
         learnable_temperature: T becomes a parameter, kept as log T so that it stays positive; same gradient on all
             processes after averaging.
         margin: drops likely false negatives, see `functional.inf_cl_loss`.
+        keep_own_negatives: but not a row's own hard negatives, see there.
         matryoshka_dims: also train these prefixes, see `functional.matryoshka_loss`.
         matryoshka_weights: one per dim.
         backend: "auto", "triton", "paddle" or "dense".
@@ -47,6 +49,7 @@ class InfCLLoss(nn.Layer):
         *,
         learnable_temperature: bool = False,
         margin: float | None = None,
+        keep_own_negatives: bool = False,
         matryoshka_dims: Sequence[int] | None = None,
         matryoshka_weights: Sequence[float] | None = None,
         backend: str = "auto",
@@ -63,6 +66,7 @@ class InfCLLoss(nn.Layer):
         if matryoshka_dims:
             prefix_weights(max(matryoshka_dims), matryoshka_dims, matryoshka_weights)
         self._temperature, self.margin, self.backend, self.memory_budget = temperature, margin, backend, memory_budget
+        self.keep_own_negatives = keep_own_negatives
         self.matryoshka_dims = list(matryoshka_dims) if matryoshka_dims else None
         self.matryoshka_weights = list(matryoshka_weights) if matryoshka_weights else None
         self.strategy, self._ranks = strategy, ranks
@@ -106,13 +110,24 @@ class InfCLLoss(nn.Layer):
         """
         own = given_own(own, q)
         return global_info_nce(
-            info_nce_groups(q, p, own=own, q_ids=q_ids, p_ids=p_ids, margin=self.margin),
+            self._groups(q, p, own, q_ids, p_ids),
             temperature=self._differentiable_temperature(),
             ranks=self.ranks,
             strategy=self.strategy,
             backend=self.backend,
             memory_budget=self.memory_budget,
             matryoshka=self._matryoshka(),
+        )
+
+    def _groups(self, q, p, own, q_ids, p_ids) -> list[list[Block]]:
+        return info_nce_groups(
+            q,
+            p,
+            own=own,
+            q_ids=q_ids,
+            p_ids=p_ids,
+            margin=self.margin,
+            keep_own_negatives=self.keep_own_negatives,
         )
 
     def _differentiable_temperature(self) -> float | Tensor:
@@ -139,7 +154,7 @@ class InfCLLoss(nn.Layer):
         """
         if self.matryoshka_dims:
             q, p = l2_normalize(q.astype("float32")), l2_normalize(p.astype("float32"))
-        groups = info_nce_groups(q, p, own=given_own(own, q), q_ids=q_ids, p_ids=p_ids, margin=self.margin)
+        groups = self._groups(q, p, given_own(own, q), q_ids, p_ids)
         counts = global_counts(groups[0], ranks=self.ranks, strategy=self.strategy, memory_budget=self.memory_budget)
         return float(counts.mean()) if q.shape[0] else 0.0
 
@@ -175,6 +190,7 @@ def build_loss(arguments, ranks: Ranks | None = None) -> InfCLLoss:
         option("embedding_temperature", 0.02),
         learnable_temperature=option("learnable_temperature", False),
         margin=option("false_negative_margin"),
+        keep_own_negatives=option("false_negative_keep_own_negatives", False),
         matryoshka_dims=option("embedding_matryoshka_dims"),
         matryoshka_weights=option("embedding_matryoshka_weights"),
         backend=option("inf_cl_backend", "auto") if streams else "dense",

@@ -145,6 +145,8 @@ def check_objective(v, need: Callable[[bool, str, str], None], given: Callable[[
     if given("false_negative_margin"):
         fits = v.objective in ("infonce", "qwen3")
         need(fits, "false_negative_margin", f"has no effect with objective: {v.objective}; infonce and qwen3 have it")
+    if v.false_negative_keep_own_negatives:
+        need(*_keeps_own_negatives(v))
 
 
 def check_guide(v, need: Callable[[bool, str, str], None]) -> None:
@@ -154,6 +156,18 @@ def check_guide(v, need: Callable[[bool, str, str], None]) -> None:
         need(not both, "guide_from_data", "guide_model_name_or_path is given as well: take one of the two")
         one = v.guide_model_name_or_path or v.guide_from_data
         need(bool(one), "guide_model_name_or_path", "is needed for objective: guided; or guide_from_data: true")
+
+
+def _keeps_own_negatives(v) -> tuple[bool, str, str]:
+    """`need`'s arguments where false_negative_keep_own_negatives is on."""
+    message = f"has no effect with objective: {v.objective}; infonce and qwen3 have it"
+    if v.objective == "guided":
+        message = "has no effect with objective: guided, whose option is guide_keep_own_negatives"
+    elif v.objective == "infonce":
+        message = "has no effect without false_negative_margin"
+    # Qwen3-Embedding's loss has a margin also where none is given.
+    works = v.objective == "qwen3" or (v.objective == "infonce" and v.false_negative_margin is not None)
+    return works, "false_negative_keep_own_negatives", message
 
 
 def _check_ranking(v, need) -> None:

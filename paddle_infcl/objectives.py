@@ -61,10 +61,17 @@ class InfoNCEObjective:
     """Queries against passages. See `functional.inf_cl_loss`."""
 
     margin: float | None = None
+    keep_own_negatives: bool = False
 
     def groups(self, batch: Batch) -> list[list[Block]]:
         return info_nce_groups(
-            batch.q, batch.p, own=batch.own, q_ids=batch.q_ids, p_ids=batch.p_ids, margin=self.margin
+            batch.q,
+            batch.p,
+            own=batch.own,
+            q_ids=batch.q_ids,
+            p_ids=batch.p_ids,
+            margin=self.margin,
+            keep_own_negatives=self.keep_own_negatives,
         )
 
 
@@ -136,6 +143,7 @@ class Qwen3Objective:
     margin: float | None = 0.1
     query_to_query: bool = True
     doc_to_doc: bool = True
+    keep_own_negatives: bool = False
 
     def groups(self, batch: Batch) -> list[list[Block]]:
         return qwen3_groups(
@@ -143,6 +151,7 @@ class Qwen3Objective:
             margin=self.margin,
             query_to_query=self.query_to_query,
             doc_to_doc=self.doc_to_doc,
+            keep_own_negatives=self.keep_own_negatives,
         )
 
 
@@ -180,7 +189,7 @@ class ObjectiveLoss(InfCLLoss):
         tau_plus: debiased, see `functional.row_losses.Debiased`; None is off.
         label_smoothing: see `functional.info_nce`.
         distillation: see there; `forward` then needs `teacher_scores`.
-        **options: `InfCLLoss`'s, except margin.
+        **options: `InfCLLoss`'s, except margin and keep_own_negatives, which are the objective's.
 
     Raises:
         ValueError: an option is none of its values.
@@ -225,8 +234,8 @@ class ObjectiveLoss(InfCLLoss):
         """The loss of this process: W / total rows times the sum over its own rows.
 
         Args:
-            q, p, own, q_ids, p_ids: as for `InfCLLoss.forward`; every objective but infonce needs `own` increasing
-                from 0: a row's negatives follow its positive.
+            q, p, own, q_ids, p_ids: as for `InfCLLoss.forward`; every objective but infonce, and infonce with
+                keep_own_negatives, needs `own` increasing from 0: a row's negatives follow its positive.
             guide_q: [B, Dg] the guide's vectors of the queries, for the guided objective.
             guide_p: [N, Dg] of the passages.
             teacher_scores: [B, G] a teacher's scores of each row's positive and hard negatives, in the order of p;
@@ -336,8 +345,9 @@ def objective_from(arguments) -> Objective:
         return default if value is None else value
 
     name, margin = option("objective", "infonce"), getattr(arguments, "false_negative_margin", None)
+    keep_own_negatives = option("false_negative_keep_own_negatives", False)
     if name == "infonce":
-        return InfoNCEObjective(margin)
+        return InfoNCEObjective(margin, keep_own_negatives)
     if name == "guided":
         return GuidedObjective(
             option("guide_margin_strategy", "absolute"),
@@ -360,6 +370,7 @@ def objective_from(arguments) -> Objective:
             0.1 if margin is None else margin,
             option("qwen3_query_to_query", True),
             option("qwen3_doc_to_doc", True),
+            keep_own_negatives,
         )
     raise ValueError(f"objective: {name!r} is none of {', '.join(OBJECTIVES)}")
 

@@ -222,7 +222,7 @@ def ranking_rows(columns, temperature, *, directions=("query_to_doc",), partitio
     return np.array(losses)
 
 
-def qwen3_rows(columns, temperature, margin=0.1, qq=True, dd=True) -> np.ndarray:
+def qwen3_rows(columns, temperature, margin=0.1, qq=True, dd=True, keep_own_negatives=False) -> np.ndarray:
     """[B] losses of Qwen3-Embedding: own hard negatives, other positives, other queries, positives by positives."""
     B = len(columns[0])
     s, ss, pp = cosines(columns[0], columns[1]), cosines(columns[0], columns[0]), cosines(columns[1], columns[1])
@@ -230,9 +230,11 @@ def qwen3_rows(columns, temperature, margin=0.1, qq=True, dd=True) -> np.ndarray
     losses = []
     for i in range(B):
         limit = np.inf if margin is None else s[i, i] + margin + 1e-12
-        others = [n[i, i] for n in own_negatives] + [s[i, j] for j in range(B) if j != i]
+        own = [n[i, i] for n in own_negatives]
+        others = [s[i, j] for j in range(B) if j != i]
         others += [ss[i, j] for j in range(B) if j != i and qq] + [pp[i, j] for j in range(B) if j != i and dd]
-        losses.append(_lse([s[i, i] / temperature] + [x / temperature for x in others if x <= limit]))
+        kept = [x for x in own if keep_own_negatives or x <= limit] + [x for x in others if x <= limit]
+        losses.append(_lse([x / temperature for x in [s[i, i], *kept]]))
         losses[-1] -= s[i, i] / temperature
     return np.array(losses)
 

@@ -60,7 +60,7 @@ def test_every_objective_is_its_function():
     (q, p), (gq, gp) = flat(vectors), flat(guides)
     t = {"temperature": 0.1, "backend": "paddle"}
     wanted = {
-        "infonce": inf_cl_loss(q, p, margin=0.3, **t),
+        "infonce": inf_cl_loss(q, p, margin=0.3, keep_own_negatives=True, **t),
         "guided": guided_inf_cl_loss(
             vectors, guides, margin_strategy="relative", margin=0.3, contrast_anchors=False,
             keep_own_negatives=True, **t
@@ -72,12 +72,13 @@ def test_every_objective_is_its_function():
         "symmetric": multiple_negatives_ranking_loss(
             vectors, directions=("query_to_doc", "doc_to_query"), partition="per_direction", **t
         ),
-        "qwen3": qwen3_loss(vectors, margin=0.3, doc_to_doc=False, **t),
+        "qwen3": qwen3_loss(vectors, margin=0.3, doc_to_doc=False, keep_own_negatives=True, **t),
     }  # fmt: skip
     arguments = options(
         false_negative_margin=0.3, guide_margin_strategy="relative", guide_margin=0.3, guide_contrast_anchors=False,
         guide_keep_own_negatives=True, ranking_directions=["query_to_doc", "doc_to_doc"],
         hardness_mode="hard_negatives", hardness_strength=2.0, qwen3_doc_to_doc=False,
+        false_negative_keep_own_negatives=True,
     )  # fmt: skip
     assert set(wanted) == set(OBJECTIVES)
     for name, want in wanted.items():

@@ -14,6 +14,25 @@ from paddle_infcl.functional.blocks import own_columns
 from paddle_infcl.functional.vectors import l2_normalize
 
 
+def passage_owners(own: Tensor, N: int) -> Tensor:
+    """[N] int64: the row to which each passage of a flat batch belongs, positives and hard negatives.
+
+    Args:
+        own: [B] int64, columns of the positives; the hard negatives of a row follow its positive.
+        N: number of passages.
+
+    Raises:
+        ValueError: `own` does not increase from 0, so that nobody knows whose negatives the others are.
+    """
+    positions = own.numpy()
+    if len(positions) and (positions[0] != 0 or (positions[1:] <= positions[:-1]).any()):
+        raise ValueError(
+            "own: must increase from 0; the passages of a row stand together, its positive first: "
+            f"got {positions[:5].tolist()} ..."
+        )
+    return paddle.searchsorted(own, paddle.arange(N, dtype="int64"), right=True) - 1
+
+
 @dataclass(eq=False)
 class Candidates:
     """Queries, their positives, and everything that they compete against, of one process.
@@ -102,17 +121,11 @@ class Candidates:
             p_ids: [N, K] int64.
 
         Raises:
-            ValueError: `own` does not increase from 0, so that nobody knows whose negatives the others are.
+            ValueError: `own` does not increase from 0, see `passage_owners`.
         """
         B, N = q.shape[0], p.shape[0]
         own = own_columns(B, N) if own is None else own
-        positions = own.numpy()
-        if B and (positions[0] != 0 or (positions[1:] <= positions[:-1]).any()):
-            raise ValueError(
-                "own: must increase from 0; the passages of a row stand together, its positive first: "
-                f"got {positions[:5].tolist()} ..."
-            )
-        owners = paddle.searchsorted(own, paddle.arange(N, dtype="int64"), right=True) - 1
+        owners = passage_owners(own, N)
         # Without hard negatives the passages are the positives, and one tensor on both sides costs no copy.
         positives = p if B == N else p.index_select(own)
         return cls(q, positives, [p], own, [owners], q_ids, [p_ids])

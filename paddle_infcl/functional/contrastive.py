@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import paddle
 from paddle import Tensor
 
 from paddle_infcl import kernels
 from paddle_infcl.functional.blocks import Block, check_groups, own_columns
+from paddle_infcl.functional.candidates import passage_owners
 from paddle_infcl.functional.dense import dense_info_nce
 from paddle_infcl.functional.hops import block_functions
 from paddle_infcl.functional.matryoshka import Matryoshka, prefix_groups
@@ -137,13 +139,23 @@ def info_nce_groups(
     q_ids: Tensor | None = None,
     p_ids: Tensor | None = None,
     margin: float | None = None,
+    keep_own_negatives: bool = False,
 ) -> list[list[Block]]:
     """InfoNCE as a list of blocks: one group, queries against passages. Arguments as in `inf_cl_loss`."""
     if own is None:
         own = own_columns(q.shape[0], p.shape[0])
     check_margin(margin)
     limit = None if margin is None else own_similarity(q, p, own) + margin
-    return [[Block(q, p, own=own, row_ids=q_ids, column_ids=p_ids, limit=limit)]]
+    everything = Block(q, p, own=own, row_ids=q_ids, column_ids=p_ids, limit=limit)
+    if limit is None or not keep_own_negatives:
+        return [[everything]]
+    # Owners without hard negatives as well: another process may have some, and what is shared must be listed alike.
+    everything.owner, everything.owner_rule = passage_owners(own, p.shape[0]), "exclude"
+    if p.shape[0] == q.shape[0]:
+        return [[everything]]
+    # A row's own negatives are where the row is. The positive is in the first block.
+    curated = replace(everything, own=None, self_column=own, owner_rule="only", limit=None, local=True)
+    return [[everything, curated]]
 
 
 def own_similarity(left: Tensor, right: Tensor, own: Tensor) -> Tensor:
@@ -162,6 +174,7 @@ def inf_cl_loss(
     q_ids: Tensor | None = None,
     p_ids: Tensor | None = None,
     margin: float | None = None,
+    keep_own_negatives: bool = False,
     tau_plus: float | Tensor | None = None,
     label_smoothing: float = 0.0,
     row_weights: float | Tensor | None = None,
@@ -185,6 +198,9 @@ def inf_cl_loss(
         p_ids: [N] or [N, K] int64.
         margin: drops passages with <q_i, p_j> > <q_i, p_own(i)> + margin, likely false negatives (the rule of
             Qwen3-Embedding, arXiv 2506.05176: *plus* the margin, on the trained model's own similarities).
+        keep_own_negatives: a row's own hard negatives are curated, and not for the margin to drop; `own` must then
+            increase from 0, a row's negatives following its positive. They become a block of their own: with hard
+            negatives, twice the work. Without a margin it changes nothing.
         tau_plus: the debiased loss (Chuang et al. 2020): the chance that a negative is in truth a positive, a number
             in [0, 1) or [B], one per row, whose range is checked on a CPU. For vectors of length 1. See
             `row_losses.Debiased`.
@@ -208,7 +224,8 @@ def inf_cl_loss(
         >>> round(float(inf_cl_loss(q, p, temperature=1.0, backend="paddle")), 4)
         0.3133
     """
-    groups = info_nce_groups(q, p, own=own, q_ids=q_ids, p_ids=p_ids, margin=margin)
+    keep = keep_own_negatives and p.shape[0] != q.shape[0]  # without hard negatives there are none to keep
+    groups = info_nce_groups(q, p, own=own, q_ids=q_ids, p_ids=p_ids, margin=margin, keep_own_negatives=keep)
     return info_nce(
         groups,
         temperature=temperature,
@@ -229,6 +246,7 @@ def contrastive_loss(
     q_ids: Tensor | None = None,
     p_ids: Tensor | None = None,
     margin: float | None = None,
+    keep_own_negatives: bool = False,
     row_weights: float | Tensor | None = None,
 ) -> Tensor:
     """The standard contrastive loss, with all its logits in memory: `inf_cl_loss` with the `dense` backend.
@@ -247,6 +265,7 @@ def contrastive_loss(
         q_ids=q_ids,
         p_ids=p_ids,
         margin=margin,
+        keep_own_negatives=keep_own_negatives,
         row_weights=row_weights,
         backend="dense",
     )

@@ -14,7 +14,12 @@ from paddle_infcl.functional.options import check_margin
 
 
 def qwen3_groups(
-    batch: Candidates, *, margin: float | None = 0.1, query_to_query: bool = True, doc_to_doc: bool = True
+    batch: Candidates,
+    *,
+    margin: float | None = 0.1,
+    query_to_query: bool = True,
+    doc_to_doc: bool = True,
+    keep_own_negatives: bool = False,
 ) -> list[list[Block]]:
     """Qwen3-Embedding's loss as a list of blocks, one softmax over all. Arguments as in `qwen3_loss`."""
     check_margin(margin)
@@ -31,7 +36,7 @@ def qwen3_groups(
     for documents, owner, ids in batch.hard_negatives():
         ids = batch.ids(batch.query_ids, ids)
         own_only = {"owner": owner, "owner_rule": "only", "local": True}
-        group.append(Block(batch.queries, documents, limit=limit, **own_only, **ids))
+        group.append(Block(batch.queries, documents, limit=None if keep_own_negatives else limit, **own_only, **ids))
     return [group]
 
 
@@ -42,6 +47,7 @@ def qwen3_loss(
     margin: float | None = 0.1,
     query_to_query: bool = True,
     doc_to_doc: bool = True,
+    keep_own_negatives: bool = False,
     column_ids: Sequence[Tensor] | None = None,
     row_weights: float | Tensor | None = None,
     backend: str = "auto",
@@ -61,6 +67,7 @@ def qwen3_loss(
         margin: see above; None drops nothing.
         query_to_query: contrast queries with each other.
         doc_to_doc: contrast positives with each other.
+        keep_own_negatives: a row's own hard negatives are curated, and not for the margin to drop.
         column_ids: [B] or [B, K] int64 per column, such as (document, query) with -1 for none: two texts that share
             one are no negatives of each other, in any block. The first column's are those of the rows.
         row_weights: weights of the rows, a float or [B]; None is 1/B, the mean.
@@ -84,6 +91,7 @@ def qwen3_loss(
         margin=margin,
         query_to_query=query_to_query,
         doc_to_doc=doc_to_doc,
+        keep_own_negatives=keep_own_negatives,
     )
     return info_nce(
         groups, temperature=temperature, row_weights=row_weights, backend=backend, memory_budget=memory_budget

@@ -84,6 +84,10 @@ def _margin(part, q, p):
     return info_nce_groups(q, p, own=paddle.to_tensor(part.own), margin=0.2)
 
 
+def _margin_keeps(part, q, p):
+    return info_nce_groups(q, p, own=paddle.to_tensor(part.own), margin=0.2, keep_own_negatives=True)
+
+
 def _guided(part, q, p):
     guide = _candidates(part, paddle.to_tensor(part.guide_q), paddle.to_tensor(part.guide_p), ids=False)
     return guided_groups(
@@ -120,6 +124,7 @@ OBJECTIVES = {
     "plain": _plain,
     "ids": _ids,
     "margin": _margin,
+    "margin, own negatives kept": _margin_keeps,
     "guided": _guided,
     "symmetric": _symmetric,
     "four ways": _four_ways,

@@ -122,7 +122,7 @@ LAYERS = {
     "learnable": (partial(InfCLLoss, 0.1, learnable_temperature=True), False),
     "layer with ids": (partial(InfCLLoss, 0.1), True),
     "debiased": (partial(ObjectiveLoss, InfoNCEObjective(), 0.5, tau_plus=0.05), False),
-    "qwen3": (partial(ObjectiveLoss, Qwen3Objective(), 0.1), True),
+    "qwen3": (partial(ObjectiveLoss, Qwen3Objective(keep_own_negatives=True), 0.1), True),
     "smoothed": (
         partial(ObjectiveLoss, InfoNCEObjective(), 0.1, label_smoothing=0.2, learnable_temperature=True),
         False,

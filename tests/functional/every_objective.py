@@ -40,6 +40,12 @@ def pairs(columns):
     return [l2_normalize(c) for c in columns[:2]]
 
 
+def flat(columns):
+    """Anchors, and passages of which every row has its positive first; with length 1."""
+    unit = [l2_normalize(c) for c in columns]
+    return unit[0], paddle.stack(unit[1:], axis=1).reshape([-1, unit[0].shape[1]])
+
+
 def ids(columns):
     """Two rows each share a document."""
     rows = paddle.arange(columns[0].shape[0]) // 2
@@ -61,6 +67,7 @@ CASES = {
         c, directions=FOUR, hardness_mode="in_batch_negatives", hardness_strength=3.0, **o
     ),
     "symmetric": lambda c, **o: symmetric_loss(*pairs(c), **o),
+    "margin, own negatives kept": lambda c, **o: inf_cl_loss(*flat(c), margin=0.0, keep_own_negatives=True, **o),
     "qwen3": lambda c, **o: qwen3_loss(c, margin=0.1, **o),
     "debiased": lambda c, **o: inf_cl_loss(*pairs(c), tau_plus=0.05, **o),
     # At T = 0.2 or 0.1 three rows of `arrays(0, WIDTH)` are at the floor, four above it.

@@ -226,7 +226,8 @@ LOSSES = {
     )[:1],
     "symmetric": lambda batch, seen: symmetric_groups(batch.queries, batch.positives, None, None),
     "four directions": lambda batch, seen: ranking_groups(batch, directions=DIRECTIONS),
-    "qwen3": lambda batch, seen: qwen3_groups(batch, margin=0.1),
+    # A limit in all blocks but one.
+    "qwen3": lambda batch, seen: qwen3_groups(batch, margin=0.1, keep_own_negatives=True),
 }
 
 
