@@ -291,7 +291,7 @@ class GroupPass:
             (splits that were used, rows from one split to the next).
         """
         s, done = block.s, (1, rows)
-        if block.by_hand and can_describe(s.arch, block.E, b, out):
+        if block.by_hand:
             args, meta, *done = hopper.matmul_launch(
                 s.sms, block.E, b, out, 1.0, rows, self.dims[-1], K, transposed=transposed, accumulate=accumulate,
                 splits=splits, ends=self.dims, a_rows=block.padded,
